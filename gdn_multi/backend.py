@@ -1,0 +1,71 @@
+"""The interface of a backend: four doors, of which a new backend must open the first two and one more.
+
+A backend is an object with a ``name``. The registry makes it when it is first asked for; its heavy imports
+belong into the methods below, so that importing gdn_multi stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+
+from .request import DecodeRequest, PrefillRequest, Request, SlotsRequest
+
+Reasons = Tuple[str, ...]
+
+
+class Backend:
+    """Base class of all backends; see docs/adding_a_backend.md for a worked example."""
+
+    #: The name users select it by.
+    name: str = ""
+    #: Place in the automatic choice, higher first; None: only by name. The policy asks backends in this order.
+    priority: Optional[int] = None
+    #: One line on what it serves and where, for ``doctor``.
+    summary: str = ""
+
+    def reasons_unusable(self, device: torch.device) -> Reasons:
+        """Why nothing can run here on ``device``: () or sentences, each with what would mend it.
+
+        Asked before every choice, so it must be cheap after the first time.
+        """
+        return ()
+
+    def reasons_against(self, request: Request) -> Reasons:
+        """Every reason why this backend, usable as it may be, does not serve ``request``: () or sentences."""
+        return ()
+
+    def detail(self, request: Request) -> str:
+        """What would run inside this backend (an engine, a kernel path), for ``explain``; may be empty."""
+        return ""
+
+    def prefill(self, request: PrefillRequest) -> None:
+        raise NotImplementedError(f"backend {self.name!r} has no prefill")
+
+    def decode(self, request: DecodeRequest) -> None:
+        raise NotImplementedError(f"backend {self.name!r} has no decode")
+
+    def page_slots(self, request: SlotsRequest) -> None:
+        """Fill ``request.out`` from the page table, in one launch and without a host synchronization."""
+        raise NotImplementedError(f"backend {self.name!r} has no page_slots")
+
+    # --- helpers for backends ----------------------------------------------------------------
+
+    def with_slots(self, request):
+        """``request`` with its page table turned into rows by this backend's ``page_slots``.
+
+        Returns the request itself when it has no page table, so a backend can call it always.
+        """
+        if request.pages is None:
+            return request
+        from .slots import slots_request, with_slots
+
+        wanted = slots_request(
+            request.function,
+            request.pages,
+            request.cu_seqlens if isinstance(request, PrefillRequest) else None,
+            request.device,
+        )
+        self.page_slots(wanted)
+        return with_slots(request, wanted.out)

@@ -1,0 +1,210 @@
+"""GDN_MULTI_CHECK=1: every index in range, every written row owned by one sequence; the first fault is named.
+
+All index tensors of the call travel to the host in one copy, which is the one synchronization; pools and tokens are
+not read. While a CUDA graph is being captured nothing can be copied: the check is then skipped, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .request import DecodeRequest, PageTable, PrefillRequest, Request, SlotsRequest
+
+WHERE = " (found by GDN_MULTI_CHECK)"
+
+
+def check(request: Request) -> None:
+    """ValueError with the sequence and the entry that broke a rule; nothing has been written then."""
+    if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        warnings.warn("GDN_MULTI_CHECK is skipped while a CUDA graph is captured", RuntimeWarning, stacklevel=4)
+        return
+    if isinstance(request, SlotsRequest):
+        values = _to_host({**_table_tensors(request.table), "cu_seqlens": request.cu_seqlens})
+        _check_table(values, request.table, None)
+    elif isinstance(request, PrefillRequest):
+        _check_prefill(request)
+    else:
+        _check_decode(request)
+
+
+def _to_host(tensors: Dict[str, Optional[Tensor]]) -> Dict[str, List[int]]:
+    """The values of all given tensors, in one copy."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    joined = torch.cat([tensor.reshape(-1).long() for tensor in given.values()]).tolist() if given else []
+    values, start = {}, 0
+    for name, tensor in given.items():
+        values[name] = joined[start : start + tensor.numel()]
+        start += tensor.numel()
+    return values
+
+
+def _table_tensors(table: Optional[PageTable]) -> Dict[str, Optional[Tensor]]:
+    if table is None:
+        return {}
+    return dict(
+        page_indices=table.page_indices, page_indptr=table.page_indptr, last_page_len=table.last_page_len
+    )  # fmt: skip
+
+
+def _check_table(values: Dict[str, List[int]], table: PageTable, num_pages: Optional[int]) -> None:
+    pages, indptr, last = values["page_indices"], values["page_indptr"], values["last_page_len"]
+    cu = values.get("cu_seqlens")
+    for i, (first, end) in enumerate(zip(indptr, indptr[1:])):
+        if first < 0 or end > len(pages):
+            raise ValueError(
+                f"page_indptr of sequence {i}, [{first}, {end}), must lie in the {len(pages)} entries of page_indices"
+                + WHERE
+            )
+        if end <= first:
+            raise ValueError(f"sequence {i} must own at least one page, got page_indptr {first} and {end}" + WHERE)
+        if last[i] < 1 or (table.page_size and last[i] > table.page_size):
+            upper = f"[1, {table.page_size}]" if table.page_size else "[1, page_size]"
+            raise ValueError(f"last_page_len[{i}] (sequence {i}) must be in {upper}, got {last[i]}" + WHERE)
+        if num_pages is not None:
+            for entry in range(first, end):
+                if not 0 <= pages[entry] < num_pages:
+                    raise ValueError(
+                        f"page_indices[{entry}] (sequence {i}, its page {entry - first}) must be in [0, {num_pages}), "
+                        f"the rows of the pool, got {pages[entry]}" + WHERE
+                    )
+        if cu is None:
+            if last[i] == 1 and end - first < 2:
+                raise ValueError(
+                    f"sequence {i} opens a page (last_page_len[{i}] = 1) and must own the page before it too, got one "
+                    f"page; to pad, use last_page_len >= 2" + WHERE
+                )
+        else:
+            total, new = (end - first - 1) * table.page_size + last[i], cu[i + 1] - cu[i]
+            if new > total:
+                raise ValueError(
+                    f"sequence {i} has {new} new tokens in cu_seqlens and only {total} tokens in its pages" + WHERE
+                )
+
+
+class _Owners:
+    """Which sequence reads and writes which row; rows of different pools are told apart by their address."""
+
+    def __init__(self) -> None:
+        self.reads: Dict[int, List[Tuple[int, str]]] = {}
+        self.writes: Dict[int, List[Tuple[int, str]]] = {}
+
+    def add(self, kind: str, pool: Tensor, row: int, sequence: int, what: str) -> None:
+        address = pool.data_ptr() + row * pool.stride(0) * pool.element_size()
+        getattr(self, kind).setdefault(address, []).append((sequence, f"{what} (row {row})"))
+
+    def check(self) -> None:
+        for address, writers in self.writes.items():
+            first, what = writers[0]
+            for other, other_what in writers[1:] + self.reads.get(address, []):
+                if other != first:
+                    verb = "writes" if (other, other_what) in writers[1:] else "reads"
+                    raise ValueError(
+                        f"sequence {other} {verb} a row that sequence {first} writes: {other_what} and {what}; a "
+                        f"written row must belong to one sequence of a call" + WHERE
+                    )
+
+
+def _in_range(name: str, entry: int, row: int, rows: int, sequence: int, of: str) -> None:
+    if row >= rows:
+        raise ValueError(
+            f"{name}[{entry}] (sequence {sequence}) must be below {rows}, the rows of {of}, got {row}" + WHERE
+        )
+
+
+def _check_prefill(r: PrefillRequest) -> None:
+    from . import reference
+
+    values = _to_host(
+        {
+            "cu_seqlens": r.cu_seqlens,
+            "read": r.read_rows,
+            "write": r.write_rows,
+            "starts": r.checkpoint_starts,
+            "rows": r.checkpoint_rows,
+            "prefix": r.prefix_lens,
+            **_table_tensors(r.pages),
+        }
+    )
+    cu = values["cu_seqlens"]
+    for i, (start, end) in enumerate(zip(cu, cu[1:])):
+        if start < 0 or end < start or end > r.num_tokens:
+            raise ValueError(
+                f"cu_seqlens[{i}] and [{i + 1}] (sequence {i}) must satisfy 0 <= start <= end <= {r.num_tokens}, the "
+                f"tokens of q, got {start} and {end}" + WHERE
+            )
+        if end - start > r.max_seqlen:
+            raise ValueError(f"sequence {i} has {end - start} tokens, more than max_seqlen = {r.max_seqlen}" + WHERE)
+    if r.cu_seqlens_cpu is not None and list(r.cu_seqlens_cpu) != cu:
+        raise ValueError("cu_seqlens_cpu must hold the values of cu_seqlens, got other values" + WHERE)
+
+    read, write, starts, rows, prefix = (values.get(n) for n in ("read", "write", "starts", "rows", "prefix"))
+    names = dict(read="state_indices", write="output_state_indices", rows="checkpoint_state_indices")
+    if r.pages is not None:
+        _check_table(values, r.pages, r.initial_state.shape[0])
+        pages = [torch.tensor(values[n]) for n in ("cu_seqlens", "page_indices", "page_indptr", "last_page_len")]
+        slots = reference.prefill_slots(pages[0], pages[1], pages[2], r.pages.page_size, pages[3])
+        read, write, starts, prefix = (slots[n] for n in ("read", "write", "starts", "prefix"))
+        rows = values["page_indices"]
+    if r.is_paged:
+        names = dict.fromkeys(names, "page_indices")
+
+    owners = _Owners()
+    for i, (start, end) in enumerate(zip(cu, cu[1:])):
+        if end == start:
+            continue
+        before = 0 if prefix is None else prefix[i]
+        if before < 0:
+            raise ValueError(f"prefix_lens[{i}] (sequence {i}) must not be negative, got {before}" + WHERE)
+        if r.initial_state is not None:
+            row = i if read is None else read[i]
+            _in_range(names["read"], i, row, r.initial_state.shape[0], i, "initial_state")
+            if row >= 0:
+                owners.add("reads", r.initial_state, row, i, f"{names['read']}[{i}]")
+        if r.final_state is not None:
+            row = i if write is None else write[i]
+            _in_range(names["write"], i, row, r.final_state.shape[0], i, "output_state")
+            if row >= 0:
+                owners.add("writes", r.final_state, row, i, f"{names['write']}[{i}]")
+        if r.checkpoint_every:
+            count = (before + end - start) // r.checkpoint_every - before // r.checkpoint_every
+            for entry in range(starts[i], starts[i] + count):
+                if entry < 0 or (rows is not None and entry >= len(rows)):
+                    limit = f"the {len(rows)} entries of {names['rows']}" if rows is not None else "the rows"
+                    raise ValueError(
+                        f"checkpoint {entry - starts[i]} of sequence {i} is entry {entry}, outside {limit}" + WHERE
+                    )
+                row = entry if rows is None else rows[entry]
+                name = "checkpoint_cu_starts" if rows is None else names["rows"]
+                _in_range(name, i if rows is None else entry, row, r.state_checkpoints.shape[0], i, "state_checkpoints")
+                if row >= 0:
+                    owners.add("writes", r.state_checkpoints, row, i, f"{name}[{entry}]")
+    owners.check()
+
+
+def _check_decode(r: DecodeRequest) -> None:
+    values = _to_host({"read": r.read_rows, "write": r.write_rows, **_table_tensors(r.pages)})
+    read, write = values.get("read"), values.get("write")
+    names = ("initial_state_indices", "output_state_indices" if r.slot_arguments else "initial_state_indices")
+    if r.pages is not None:
+        from . import reference
+
+        _check_table(values, r.pages, r.state.shape[0])
+        tables = (torch.tensor(values[n]) for n in ("page_indices", "page_indptr", "last_page_len"))
+        read, write = reference.decode_slots(*tables)
+        names = ("page_indices", "page_indices")
+    if read is None or write is None:
+        return
+    owners = _Owners()
+    for i, (source, target) in enumerate(zip(read, write)):
+        if source < 0 or target < 0:
+            continue
+        _in_range(names[0], i, source, r.state.shape[0], i, "the pool")
+        _in_range(names[1], i, target, r.state.shape[0], i, "the pool")
+        owners.add("reads", r.state, source, i, f"{names[0]}[{i}]")
+        if r.update_state:
+            owners.add("writes", r.state, target, i, f"{names[1]}[{i}]")
+    owners.check()

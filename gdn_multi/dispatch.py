@@ -1,0 +1,305 @@
+"""Which backend serves a call, why, and the record of what ran.
+
+A call names its backend (keyword, else environment variable), and then that backend serves it or the call fails; or
+it leaves the choice to the policy: the registered backends with a ``priority``, highest first, the first that is usable
+here and has no reason against the request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+
+from . import env
+from .backend import Backend
+from .registry import registry
+from .request import Request, SlotsRequest
+from .validate import check_no_slots
+
+logger = logging.getLogger("gdn_multi")
+
+
+class LastCall(NamedTuple):
+    """What served the last call of this thread."""
+
+    function: str
+    """The public function, e.g. "chunk_gated_delta_rule_paged"."""
+    backend: str
+    """The backend's name."""
+    detail: str
+    """What ran inside the backend (an engine, a kernel path); may be empty."""
+
+
+class _Thread(threading.local):
+    last: Optional[LastCall] = None
+
+
+_thread = _Thread()
+
+
+def last_backend() -> Optional[LastCall]:
+    """What served this thread's last call that ran: ``LastCall(function, backend, detail)``; None before the first.
+
+    The same goes to the logger "gdn_multi" at level DEBUG, call by call.
+    """
+    return _thread.last
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would serve a call, and what speaks against each of the others. ``str()`` gives a table."""
+
+    function: str
+    backend: Optional[str]
+    """The backend that would serve the call; None when the call would fail."""
+    source: str
+    """What decided: "the backend argument", an environment variable, or "the policy"."""
+    reasons: Dict[str, Tuple[str, ...]] = field(default_factory=dict)
+    """For each registered backend the reasons why it cannot serve the call; () if it could."""
+    detail: str = ""
+    """What would run inside the chosen backend, where it says so."""
+    error: str = ""
+    """The message that the call would fail with; empty when it would be served."""
+
+    def __str__(self) -> str:
+        head = f"{self.function}: " + (f"served by {self.backend!r}" if self.backend else "not served")
+        lines = [head + f" (chosen by {self.source})" + (f": {self.detail}" if self.detail else "")]
+        width = max((len(name) for name in self.reasons), default=0)
+        for name, reasons in self.reasons.items():
+            if name == self.backend:
+                texts: Tuple[str, ...] = ("serves this call",)
+            else:
+                texts = reasons or ("could serve it; not chosen",)
+            for i, text in enumerate(texts):
+                lines.append(f"  {name if i == 0 else '':<{width}}  {text}")
+        if self.error:
+            lines.append(f"  the call raises: {self.error}")
+        return "\n".join(lines)
+
+
+# --- choosing --------------------------------------------------------------------------------------
+
+
+def _kind(request: Request) -> str:
+    if isinstance(request, SlotsRequest):
+        return "prefill" if request.is_prefill else "decode"
+    return request.kind
+
+
+def _load(name: str) -> Union[Backend, str]:
+    """The backend, or why it could not be loaded."""
+    try:
+        return registry.get(name)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _unusable(name: str, device: torch.device) -> Tuple[str, ...]:
+    backend = _load(name)
+    return (backend,) if isinstance(backend, str) else tuple(backend.reasons_unusable(device))
+
+
+def _reasons(name: str, request: Request) -> Tuple[str, ...]:
+    """Every reason against: not usable here first, else not serving this request."""
+    reasons = _unusable(name, request.device)
+    return reasons or tuple(registry.get(name).reasons_against(request))
+
+
+def _policy() -> List[str]:
+    """Names in the automatic choice, best first."""
+    loaded = ((name, _load(name)) for name in registry.names())
+    ranked = [(b.priority, name) for name, b in loaded if isinstance(b, Backend) and b.priority is not None]
+    return [name for _, name in sorted(ranked, key=lambda pair: -pair[0])]
+
+
+def _wanted(request: Request, keyword: str) -> Tuple[Optional[Tuple[str, ...]], str]:
+    """(names demanded, or None for the policy; what decided)."""
+    if keyword != "auto":
+        return (keyword,), "the backend argument"
+    names, variable = env.backend_choice(_kind(request))
+    return (names, f"the environment variable {variable}") if names else (None, "the policy")
+
+
+def _check_known(names: Tuple[str, ...], source: str) -> None:
+    known = registry.names()
+    for name in names:
+        if name not in known and name != "auto":
+            raise ValueError(f"unknown backend {name!r} in {source}; registered: {', '.join(known)} (or 'auto')")
+
+
+def choose(request: Request, keyword: str) -> Tuple[Backend, str]:
+    """The backend that serves ``request`` and what decided; raises when there is none.
+
+    ValueError: an unknown name, or slot arguments with a backend that the specification says rejects them.
+    RuntimeError: the named backend is not usable here. NotImplementedError: it does not serve this request.
+    """
+    names, source = _wanted(request, keyword)
+    if names is not None:
+        _check_known(names, source)
+    order = _expand(names)
+    slots = getattr(request, "slot_arguments", ())
+    if len(order) == 1:
+        check_no_slots(slots, order[0], source)
+    tried: Dict[str, Tuple[str, ...]] = {}
+    for name in order:
+        reasons = _reasons(name, request)
+        if not reasons:
+            backend = registry.get(name)
+            if names is None and request.device.type == "cuda" and name == "torch":
+                _warn_slow(tried)
+            return backend, source
+        tried[name] = reasons
+    raise _refusal(request, tried, source)
+
+
+def _expand(names: Optional[Tuple[str, ...]]) -> List[str]:
+    """The order in which to ask: the names, with "auto" standing for the policy's own."""
+    order: List[str] = []
+    for name in names or ("auto",):
+        for one in _policy() if name == "auto" else (name,):
+            if one not in order:
+                order.append(one)
+    return order
+
+
+def _refusal(request: Request, tried: Dict[str, Tuple[str, ...]], source: str) -> Exception:
+    unusable = all(_unusable(name, request.device) for name in tried)
+    serving = [n for n in registry.names() if n not in tried and not _reasons(n, request)]
+    lines = [f"{request.function}: no backend of {source} serves this call"]
+    if len(tried) == 1:
+        (name,) = tried
+        what = "is not usable here" if unusable else "does not serve this call"
+        lines = [f"{request.function}: backend {name!r} ({source}) {what}"]
+    for name, reasons in tried.items():
+        lines += [f"  {name}: {reason}" for reason in reasons]
+    lines.append(f"  backends that would serve it: {', '.join(serving) if serving else 'none'}")
+    return (RuntimeError if unusable else NotImplementedError)("\n".join(lines))
+
+
+_warned: set = set()
+
+
+def _warn_slow(tried: Dict[str, Tuple[str, ...]]) -> None:
+    """The policy sends a GPU's call to the slow backend: say so, once for each set of reasons."""
+    key = tuple(sorted(tried.items()))
+    if key in _warned:
+        return
+    _warned.add(key)
+    why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in tried.items())
+    warnings.warn(
+        f"gdn_multi runs on a GPU with the torch backend, which is much slower than a kernel, because {why}. "
+        f"gdn_multi.explain() and 'python -m gdn_multi doctor' say more; backend='torch' asks for it without this warning.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+# --- serving ---------------------------------------------------------------------------------------
+
+
+def run(request: Request, keyword: str = "auto") -> None:
+    """Choose a backend and have it serve the request."""
+    backend, source = choose(request, keyword)
+    if env.flag(env.CHECK):
+        from .check import check
+
+        check(request)
+    device = request.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            getattr(backend, request.kind)(request)
+    else:
+        getattr(backend, request.kind)(request)
+    record(request.function, backend, request, source)
+
+
+def record(function: str, backend: Backend, request: Request, source: str) -> None:
+    last = LastCall(function, backend.name, backend.detail(request))
+    _thread.last = last
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s served by %s (%s)%s", function, backend.name, source, last.detail and f": {last.detail}")
+
+
+def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
+    """Validate a public call's arguments into a request, run it, and return the request with its results.
+
+    With GDN_MULTI_SAVE the call is saved, always or when it fails.
+    """
+    folder, which = env.save_folder()
+    if folder is None:
+        request = build(**arguments)
+        run(request, arguments.get("backend", "auto"))
+        return request
+    from .saved import save_call
+
+    if which == "all":  # before it runs: inputs are as the call saw them
+        save_call(folder, _PUBLIC[build.__name__], arguments)
+    try:
+        request = build(**arguments)
+        run(request, arguments.get("backend", "auto"))
+    except Exception:
+        if which == "failed":
+            save_call(folder, _PUBLIC[build.__name__], arguments)
+        raise
+    return request
+
+
+# --- explaining ------------------------------------------------------------------------------------
+
+#: request builder -> public function
+_PUBLIC = {
+    "prefill_request": "chunk_gated_delta_rule",
+    "paged_prefill_request": "chunk_gated_delta_rule_paged",
+    "decode_request": "gated_delta_rule_decode_pretranspose",
+    "paged_decode_request": "gated_delta_rule_decode_paged",
+    "prefill_slots_request": "gdn_paged_prefill_slots",
+    "decode_slots_request": "gdn_paged_decode_slots",
+}
+
+
+def build_request(function: Union[str, Callable], *args: Any, **kwargs: Any) -> Tuple[Request, str]:
+    """The request of a public call, not run, and its ``backend`` keyword."""
+    import gdn_multi
+
+    from . import validate
+
+    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+    builders = {public: builder for builder, public in _PUBLIC.items()}
+    if name not in builders:
+        raise ValueError(f"function must be one of {', '.join(builders)}, got {name!r}")
+    bound = inspect.signature(getattr(gdn_multi, name)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return getattr(validate, builders[name])(**bound.arguments), bound.arguments.get("backend", "auto")
+
+
+def explain(function: Union[str, Callable], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend would serve ``function(*args, **kwargs)``, and each other backend's reasons against.
+
+    Takes a public function (or its name) and the call's own arguments; runs nothing and writes nothing. Arguments that
+    the call would refuse raise here as they would there; a choice that would fail is returned with ``backend=None``.
+
+    >>> print(gdn_multi.explain(gdn_multi.chunk_gated_delta_rule, q, k, v, g, beta, cu_seqlens=cu))  # doctest: +SKIP
+    """
+    request, keyword = build_request(function, *args, **kwargs)
+    reasons = {name: _reasons(name, request) for name in registry.names()}
+    slots = getattr(request, "slot_arguments", ())
+    source = _wanted(request, keyword)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        remembered = set(_warned)
+        try:
+            backend, source = choose(request, keyword)
+        except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+            if isinstance(error, ValueError) and not slots:
+                raise
+            return Explanation(request.function, None, source, reasons, error=str(error))
+        finally:
+            _warned.clear()
+            _warned.update(remembered)
+    return Explanation(request.function, backend.name, source, reasons, backend.detail(request))

@@ -1,0 +1,91 @@
+"""Every environment variable that gdn_multi reads, each read at the call; docs/environment.md describes them."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional, Tuple
+
+#: Backend of every call, of prefill calls, of decode calls: a name, or names in order of preference, by commas.
+BACKEND = "GDN_MULTI_BACKEND"
+PREFILL_BACKEND = "GDN_MULTI_PREFILL_BACKEND"
+DECODE_BACKEND = "GDN_MULTI_DECODE_BACKEND"
+#: 1: check every index and the ownership of every row on the device, with one synchronization a call.
+CHECK = "GDN_MULTI_CHECK"
+#: 1: a sequence's bits do not depend on the rest of its batch.
+BATCH_INVARIANT = "GDN_MULTI_BATCH_INVARIANT"
+#: A folder: calls are saved there, to be replayed by ``python -m gdn_multi compare``.
+SAVE = "GDN_MULTI_SAVE"
+#: What is saved there: "failed" (calls that raise, the default) or "all".
+SAVE_WHICH = "GDN_MULTI_SAVE_WHICH"
+#: Where compiled kernels are kept; default: gdn_multi in the user's cache directory.
+CACHE_DIR = "GDN_MULTI_CACHE_DIR"
+
+VARIABLES = (
+    BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE, SAVE_WHICH, CACHE_DIR,
+)  # fmt: skip
+
+_FALSE = ("", "0", "false", "no", "off")
+_TRUE = ("1", "true", "yes", "on")
+
+
+def flag(name: str) -> bool:
+    """A switch: 1/true/yes/on or 0/false/no/off; anything else is a ValueError that says so."""
+    value = os.environ.get(name)
+    if value is None:
+        return False
+    lowered = value.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE[1:])}, got {value!r}")
+
+
+def backend_choice(kind: str) -> Tuple[Optional[Tuple[str, ...]], str]:
+    """The names that the environment asks for in calls of ``kind`` ("prefill", "decode"), and the variable they
+    come from; (None, "") when it asks for none. "auto" stands for the policy."""
+    own = PREFILL_BACKEND if kind == "prefill" else DECODE_BACKEND
+    for variable in (own, BACKEND):
+        value = os.environ.get(variable)
+        if value is None:
+            continue
+        names = tuple(name.strip() for name in value.split(",") if name.strip())
+        if not names:
+            continue
+        return (None if names == ("auto",) else names), variable
+    return None, ""
+
+
+def cache_dir() -> str:
+    """Where compiled kernels are kept (not created here)."""
+    given = os.environ.get(CACHE_DIR)
+    if given:
+        return os.path.abspath(os.path.expanduser(given))
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "gdn_multi")
+
+
+def save_folder() -> Tuple[Optional[str], str]:
+    """(folder or None, which calls: "failed" or "all")."""
+    folder = os.environ.get(SAVE)
+    if not folder:
+        return None, "failed"
+    which = os.environ.get(SAVE_WHICH, "failed").strip().lower()
+    if which not in ("failed", "all"):
+        raise ValueError(f"{SAVE_WHICH} must be 'failed' or 'all', got {which!r}")
+    return folder, which
+
+
+def cuda_home() -> Optional[str]:
+    """The CUDA toolkit that the user points at, if any."""
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or None
+
+
+def triton_interpret() -> bool:
+    """Whether Triton's interpreter is on (read by Triton at import, so set it before the process starts)."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in _TRUE
+
+
+def triton_ptxas() -> Optional[str]:
+    """The ptxas that the user gives Triton for Blackwell and later, if any."""
+    return os.environ.get("TRITON_PTXAS_BLACKWELL_PATH") or os.environ.get("TRITON_PTXAS_PATH") or None
