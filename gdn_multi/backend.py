@@ -33,11 +33,16 @@ class Backend:
         return ()
 
     def reasons_against(self, request: Request) -> Reasons:
-        """Every reason why this backend, usable as it may be, does not serve ``request``: () or sentences."""
+        """Every reason why this backend, usable as it may be, does not serve ``request``: () or sentences.
+
+        May depend on sizes, dtypes, strides, devices, scalars and on which arguments are given, not on contents or
+        addresses of tensors: the answer is remembered for calls that agree in all of that.
+        """
         return ()
 
     def detail(self, request: Request) -> str:
-        """What would run inside this backend (an engine, a kernel path), for ``explain``; may be empty."""
+        """What would run inside this backend (an engine, a kernel path), for ``explain`` and ``last_backend``; may be
+        empty. Remembered as ``reasons_against`` is."""
         return ""
 
     def prefill(self, request: PrefillRequest) -> None:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -19,8 +19,8 @@ import torch
 from . import env
 from .backend import Backend
 from .registry import registry
-from .request import Request, SlotsRequest
-from .validate import check_no_slots
+from .request import PageTable, Request, SlotsRequest
+from .validate import again, check_no_slots
 
 logger = logging.getLogger("gdn_multi")
 
@@ -203,27 +203,28 @@ def _warn_slow(tried: Dict[str, Tuple[str, ...]]) -> None:
 # --- serving ---------------------------------------------------------------------------------------
 
 
-def run(request: Request, keyword: str = "auto") -> None:
+def run(request: Request, keyword: str = "auto") -> Tuple[Backend, LastCall]:
     """Choose a backend and have it serve the request."""
     backend, source = choose(request, keyword)
     if env.flag(env.CHECK):
         from .check import check
 
         check(request)
+    last = LastCall(request.function, backend.name, backend.detail(request))
+    _execute(backend, request, last, source)
+    return backend, last
+
+
+def _execute(backend: Backend, request: Request, last: LastCall, source: str) -> None:
     device = request.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             getattr(backend, request.kind)(request)
     else:
         getattr(backend, request.kind)(request)
-    record(request.function, backend, request, source)
-
-
-def record(function: str, backend: Backend, request: Request, source: str) -> None:
-    last = LastCall(function, backend.name, backend.detail(request))
     _thread.last = last
     if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s served by %s (%s)%s", function, backend.name, source, last.detail and f": {last.detail}")
+        logger.debug("%s served by %s (%s)%s", last.function, last.backend, source, last.detail and f": {last.detail}")
 
 
 def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
@@ -231,10 +232,20 @@ def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
 
     With GDN_MULTI_SAVE the call is saved, always or when it fails.
     """
+    key = _key(build, arguments)
+    if key is not None:
+        known = _accepted.get(key)
+        if known is not None:
+            template, backend, last = known
+            request = again(template, arguments)
+            _execute(backend, request, last, "as an earlier call like it")
+            return request
     folder, which = env.save_folder()
     if folder is None:
         request = build(**arguments)
-        run(request, arguments.get("backend", "auto"))
+        backend, last = run(request, arguments.get("backend", "auto"))
+        if key is not None:
+            _remember(key, request, backend, last)
         return request
     from .saved import save_call
 
@@ -248,6 +259,71 @@ def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
             save_call(folder, _PUBLIC[build.__name__], arguments)
         raise
     return request
+
+
+# --- calls like an earlier one ---------------------------------------------------------------------
+#
+# An engine makes the same call thousands of times a second. What was decided from shapes, dtypes, strides, devices,
+# scalars and environment variables is remembered under exactly those; only tensors' contents may differ. A backend's
+# answers must therefore depend on nothing else (backend.py says so).
+
+_accepted: Dict[tuple, Tuple[Request, Backend, LastCall]] = {}
+_MOST_ACCEPTED = 4096
+
+
+def forget_accepted() -> None:
+    """Decide anew for every call from now on; called when backends come or go."""
+    _accepted.clear()
+
+
+registry.on_change = forget_accepted
+
+
+def _key(build: Callable, arguments: Dict[str, Any]) -> Optional[tuple]:
+    """What a decision may depend on; None for a call that must be looked at each time: its checks read values (on the
+    CPU, or a host copy of cu_seqlens), a tensor requires grad, or GDN_MULTI_CHECK or GDN_MULTI_SAVE is set."""
+    settings = env.deciding()
+    if env.each_call_checked(settings) or arguments.get("cu_seqlens_cpu") is not None:
+        return None
+    grad = torch.is_grad_enabled()
+    parts = [build, settings]
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            if (grad and value.requires_grad) or (name == "cu_seqlens" and not value.is_cuda):
+                return None
+            parts += (value.shape, value.stride(), value.dtype, value.device)
+        elif value is None:
+            parts.append(None)
+        elif isinstance(value, (bool, int, float, str)):
+            parts += (type(value), value)
+        elif isinstance(value, tuple):
+            for one in value:
+                if not isinstance(one, torch.Tensor) or (grad and one.requires_grad):
+                    return None
+                parts += (one.shape, one.stride(), one.dtype, one.device)
+        else:
+            return None
+    return tuple(parts)
+
+
+def _remember(key: tuple, request: Request, backend: Backend, last: LastCall) -> None:
+    if isinstance(request, SlotsRequest):
+        return
+    if len(_accepted) >= _MOST_ACCEPTED:
+        _accepted.clear()
+    _accepted[key] = (_without_data(request), backend, last)
+
+
+def _without_data(request: Request) -> Request:
+    """A copy that keeps no tensor alive: sizes and dtypes of what the call allocates stay."""
+    kept = {}
+    for name, value in request.__dict__.items():
+        if isinstance(value, torch.Tensor):
+            value = torch.empty_like(value, device="meta") if name in ("output", "final_state") else None
+        elif isinstance(value, PageTable):
+            value = PageTable(None, None, None, value.page_size)
+        kept[name] = value
+    return replace(request, **kept)
 
 
 # --- explaining ------------------------------------------------------------------------------------

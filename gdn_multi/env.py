@@ -28,6 +28,24 @@ _FALSE = ("", "0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 
 
+#: What decides how a call is served; compared as it stands, so that a call costs no parsing.
+_DECIDING = (BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE)  # each_call_checked counts
+# os.environ decodes at every look-up; the dictionary beneath it does not (CPython, POSIX).
+_raw = getattr(os.environ, "_data", None) if os.name == "posix" else None
+_keys = tuple(os.environ.encodekey(name) for name in _DECIDING) if _raw is not None else _DECIDING
+
+
+def deciding() -> tuple:
+    """The values, unparsed, of all variables that decide how a call is served."""
+    get = os.environ.get if _raw is None else _raw.get
+    return tuple([get(key) for key in _keys])
+
+
+def each_call_checked(values: tuple) -> bool:
+    """Whether ``deciding()`` values ask for work at every call (checks, saving)."""
+    return values[3] is not None or values[5] is not None
+
+
 def flag(name: str) -> bool:
     """A switch: 1/true/yes/on or 0/false/no/off; anything else is a ValueError that says so."""
     value = os.environ.get(name)

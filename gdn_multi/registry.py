@@ -38,6 +38,7 @@ class _Registry:
         self._factories: Dict[str, Union[str, Factory]] = dict(BUILTIN)
         self._entry_points_read = False
         self._broken: Dict[str, str] = {}
+        self.on_change: Callable[[], None] = lambda: None  #: called after every registration
 
     def _read_entry_points(self) -> None:
         if self._entry_points_read:
@@ -72,13 +73,16 @@ class _Registry:
             if backend is not None:
                 return backend
             factory = self._factories[name]
+            if name in self._broken:  # an import that failed is not tried again at every call
+                raise RuntimeError(self._broken[name])
             try:
                 if isinstance(factory, str):
                     module, _, attribute = factory.partition(":")
                     factory = getattr(importlib.import_module(module), attribute)
                 backend = factory()
             except Exception as error:
-                raise RuntimeError(f"backend {name!r} could not be loaded: {type(error).__name__}: {error}") from error
+                self._broken[name] = f"backend {name!r} could not be loaded: {type(error).__name__}: {error}"
+                raise RuntimeError(self._broken[name]) from error
             _check_backend(backend, name)
             self._made[name] = backend
             return backend
@@ -105,8 +109,10 @@ class _Registry:
                 raise ValueError(f"a backend named {name!r} is registered already; pass replace=True to replace it")
             self._factories[name] = backend
             self._made.pop(name, None)
+            self._broken.pop(name, None)
             if made is not None:
                 self._made[name] = made
+        self.on_change()
 
     def unregister(self, name: str) -> None:
         with self._lock:
@@ -114,10 +120,12 @@ class _Registry:
             if name not in self._factories:
                 raise ValueError(f"no backend named {name!r} is registered; registered: {', '.join(self._factories)}")
             self._made.pop(name, None)
+            self._broken.pop(name, None)
             if name in BUILTIN and self._factories[name] is not BUILTIN[name]:
                 self._factories[name] = BUILTIN[name]  # a replaced built-in backend comes back
             else:
                 del self._factories[name]
+        self.on_change()
 
 
 def _check_backend(backend: Backend, name: str) -> None:

@@ -788,3 +788,79 @@ def decode_slots_request(page_indices, page_indptr, last_page_len) -> SlotsReque
         raise ValueError(f"page_indptr must be 1-D with sequences + 1 entries, got shape {list(page_indptr.shape)}")
     table = page_table(page_indices, page_indptr, last_page_len, page_indptr.shape[0] - 1, device)
     return slots_request("gdn_paged_decode_slots", table, None, device)
+
+
+# --- calls like an earlier one -------------------------------------------------------------------
+#
+# A call whose tensors have the shapes, dtypes, strides and devices of an accepted one, and whose other arguments are
+# equal, needs no checks: ``again`` puts its tensors into the accepted request. ``dispatch`` decides when that holds.
+
+
+def _prefill_again(old: dict, new: dict) -> None:
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens"):
+        old[name] = new[name]
+    if old["is_paged"]:
+        pool = new["state_pool"]
+        old["initial_state"] = old["final_state"] = old["state_checkpoints"] = pool
+        if old["pages"] is None:
+            slots = new["slots"]
+            old["read_rows"], old["write_rows"], old["checkpoint_starts"], old["prefix_lens"] = slots
+            old["checkpoint_rows"] = new["page_indices"]
+        else:
+            old["pages"] = _table_again(old["pages"], new)
+    else:
+        old["initial_state"] = new["initial_state"]
+        rows = new["state_indices"]
+        old["read_rows"] = None if new["initial_state"] is None else rows
+        if old["final_state_is_new"]:
+            final = old["final_state"]
+            old["final_state"] = torch.empty(final.shape, dtype=final.dtype, device=old["device"])
+        else:
+            old["final_state"] = new["output_state"]
+        if new["output_final_state"]:
+            write = new["output_state_indices"]
+            old["write_rows"] = rows if write is None else write
+        old["state_checkpoints"] = new["state_checkpoints"]
+        old["checkpoint_starts"] = new["checkpoint_cu_starts"]
+        old["checkpoint_rows"] = new["checkpoint_state_indices"]
+        old["prefix_lens"] = new["prefix_lens"]
+
+
+def _decode_again(old: dict, new: dict) -> None:
+    for name in ("q", "k", "v", "A_log", "a", "dt_bias", "b"):
+        old[name] = new[name]
+    if old["is_paged"]:
+        old["state"] = new["state_pool"]
+        if old["pages"] is None:
+            old["read_rows"], old["write_rows"] = new["slots"]
+        else:
+            old["pages"] = _table_again(old["pages"], new)
+    else:
+        pool = new["initial_state"]
+        old["state"] = new["state"] if pool is None else pool
+        old["read_rows"] = rows = new["initial_state_indices"]
+        write = new["output_state_indices"]
+        old["write_rows"] = rows if write is None else write
+        old["intermediate_states"] = new["intermediate_states_buffer"]
+
+
+def _table_again(old: PageTable, new: dict) -> PageTable:
+    return PageTable(new["page_indices"], new["page_indptr"], new["last_page_len"], old.page_size)
+
+
+def again(accepted: Union[PrefillRequest, DecodeRequest], arguments: dict) -> Union[PrefillRequest, DecodeRequest]:
+    """The request of a call that is like the accepted one but for its tensors' contents."""
+    cls = type(accepted)
+    request = object.__new__(cls)
+    fields = request.__dict__
+    fields.update(accepted.__dict__)
+    if cls is DecodeRequest:
+        _decode_again(fields, arguments)
+    else:
+        _prefill_again(fields, arguments)
+    output = arguments["output"]
+    if output is None:
+        output = accepted.output
+        output = torch.empty(output.shape, dtype=output.dtype, device=accepted.device)
+    fields["output"] = output
+    return request

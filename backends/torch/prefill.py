@@ -24,10 +24,13 @@ from torch import Tensor
 
 from gdn_multi.request import CHUNK, PrefillRequest
 
+from . import rows as _rows
 from .rows import load_rows, store_rows
 
 #: Elements of [heads, 64, 64] matrices made at a time: bounds the temporary memory and keeps it in cache.
 _BLOCK_ELEMENTS = 1 << 20
+#: A lane a sequence is worth this many times the chunks that the tokens need, for the steps that it saves (on a GPU).
+_WASTE = 2
 #: log(0), finite so that differences of sums stay numbers; exp of it is 0 in float32 and far below its denormals.
 _LOG_ZERO = -200.0
 
@@ -58,7 +61,7 @@ def prefill(r: PrefillRequest) -> None:
     else:
         S, finals = initial.index_select(0, plan.lanes), None
     has_checkpoint = None
-    if plan.checkpoint_row is not None and r.device.type == "cpu":
+    if plan.checkpoint_row is not None and _rows.host_reads(r.device):
         has_checkpoint = (plan.checkpoint_row >= 0).tolist()
 
     for first_step, end_step in _blocks(plan.steps, r):
@@ -103,12 +106,12 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
     prefix = torch.zeros_like(lengths) if r.prefix_lens is None else r.prefix_lens.long()
     lead = prefix % CHUNK
     counts = torch.where(lengths > 0, (lead + lengths + CHUNK - 1) // CHUNK, torch.zeros_like(lengths))
-    on_host = device.type == "cpu"
+    on_host = _rows.host_reads(device)
     longest = (r.max_seqlen + CHUNK - 1) // CHUNK + (r.prefix_lens is not None)
     most = r.num_tokens // CHUNK + 2 * n
 
     lanes = None
-    if r.batch_invariant or (not on_host and n * longest > 2 * most):
+    if r.batch_invariant or (not on_host and n * longest > _WASTE * most):
         count = int(counts.sum()) if on_host else most
         ends = counts.cumsum(0)
         chunk = torch.arange(count, device=device)
@@ -136,23 +139,22 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
     begin = prefix[sequence] - lead[sequence] + CHUNK * index  # absolute position of the chunk's first slot
     stop = torch.minimum(begin + CHUNK, (prefix + lengths)[sequence])
     begin = torch.maximum(begin, prefix[sequence])
-    rows = None
+    row = None
     if r.checkpoint_every:
         every = r.checkpoint_every
         starts = r.checkpoint_starts.long()[:n]
         entry = (starts - prefix // every - 1)[sequence] + stop // every
-        rows = entry
-        if r.checkpoint_rows is not None:
-            entries = r.checkpoint_rows.shape[0]
-            rows = r.checkpoint_rows[entry.clamp(0, max(entries - 1, 0))].long() if entries else entry
-        rows = torch.where((stop > begin) & (stop % every == 0), rows, torch.full_like(rows, -1))
+        row = entry
+        if r.checkpoint_rows is not None and r.checkpoint_rows.shape[0]:
+            row = r.checkpoint_rows[entry.clamp(0, r.checkpoint_rows.shape[0] - 1)].long()
+        row = torch.where((stop > begin) & (stop % every == 0), row, torch.full_like(row, -1))
     return _Plan(
         steps=steps,
         sequence=sequence,
         token=cu[:-1][sequence] + begin - prefix[sequence],
         length=(stop - begin).clamp_(min=0),
         starts_sequence=(index == 0) if lanes is None else None,
-        checkpoint_row=rows,
+        checkpoint_row=row,
         lanes=lanes,
     )
 
@@ -307,7 +309,7 @@ class _Output:
         self.cu = cu
         # On a GPU the host does not know which slots hold tokens: empty slots write to an extra row.
         self.spare = None
-        if r.device.type != "cpu":
+        if not _rows.host_reads(r.device):
             self.spare = r.output.new_empty((r.num_tokens + 1, *r.output.shape[1:]))
 
     def put(self, block: _Block) -> None:

@@ -14,6 +14,11 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
+def host_reads(device: torch.device) -> bool:
+    """Whether the host can read values of this device without waiting: then sizes are exact, else upper bounds."""
+    return device.type == "cpu"
+
+
 def page_slots(request: SlotsRequest) -> None:
     """Contract, "Slots of a page table"."""
     table = request.table
@@ -72,7 +77,7 @@ def store_rows(pool: Tensor, rows: Tensor, values: Tensor) -> None:
     integer = _AS_INTEGER[pool.element_size()]
     bits = pool.view(integer)
     rows = rows.long()
-    if rows.device.type == "cpu":
+    if host_reads(rows.device):
         kept = (rows >= 0).nonzero()[:, 0]
         if kept.numel() < rows.numel():
             rows, values = rows[kept], values[kept]

@@ -1,0 +1,115 @@
+"""The torch backend's own insides; what it must compute is the conformance suite's business."""
+
+import pytest
+import torch
+
+import gdn_multi
+from gdn_multi.backends.torch import prefill as torch_prefill
+from gdn_multi.backends.torch import rows
+
+
+def batch(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    lengths = [0, 130, 1, 64, 0, 300, 63, 0]
+    cu = torch.tensor([2, *lengths]).cumsum(0)
+    tokens = int(cu[-1]) + 3
+    q, k, v = (torch.randn(tokens, h, d, dtype=dtype) for h, d in ((1, 32), (1, 32), (2, 16)))
+    prefix = torch.tensor([0, 70, 63, 0, 5, 128, 1, 64])
+    every, n = 64, len(lengths)
+    counts = [(int(p) + x) // every - int(p) // every for p, x in zip(prefix, lengths)]
+    pool = torch.randn(40, 2, 16, 32)
+    return dict(
+        q=q, k=torch.nn.functional.normalize(k, dim=-1), v=v, g=torch.rand(tokens, 2), beta=torch.rand(tokens, 2),
+        cu_seqlens=cu, initial_state=pool, output_state=pool, output_final_state=True,
+        state_indices=torch.tensor([0, 1, -1, 3, 4, 5, -1, 7]), output_state_indices=torch.tensor([8, 9, 10, -1, 12, 13, 14, 15]),
+        state_checkpoints=pool, checkpoint_cu_starts=torch.tensor([0, *counts]).cumsum(0),
+        checkpoint_state_indices=torch.arange(16, 16 + sum(counts)).index_fill(0, torch.tensor([1]), -1),
+        checkpoint_every_n_tokens=every, prefix_lens=prefix, backend="torch",
+    ), n  # fmt: skip
+
+
+@pytest.mark.parametrize("waste, one_lane", [(0, True), (1000, False)], ids=["one lane", "a lane a sequence"])
+def test_the_plans_for_devices_that_the_host_cannot_read(monkeypatch, waste, one_lane):
+    """On a GPU sizes are upper bounds: run those plans here, against the plan with exact sizes."""
+    call, n = batch()
+    expected, expected_pool = gdn_multi.chunk_gated_delta_rule(**call)
+    monkeypatch.setattr(rows, "host_reads", lambda device: False)
+    lanes = []
+    make_plan = torch_prefill._make_plan
+    monkeypatch.setattr(torch_prefill, "_make_plan", lambda *a: lanes.append(make_plan(*a)) or lanes[-1])
+    call, _ = batch()
+    monkeypatch.setattr(torch_prefill, "_WASTE", waste)
+    call["output"] = torch.full((call["q"].shape[0], 2, 16), float("nan"))
+    output, pool = gdn_multi.chunk_gated_delta_rule(**call)
+    assert (lanes[0].lanes is None) == one_lane
+    inside = slice(int(call["cu_seqlens"][0]), int(call["cu_seqlens"][-1]))
+    torch.testing.assert_close(output[inside], expected[inside], rtol=1e-5, atol=1e-6)
+    assert output[: inside.start].isnan().all() and output[inside.stop :].isnan().all()
+    torch.testing.assert_close(pool, expected_pool, rtol=1e-5, atol=1e-6)
+    before = batch()[0]["initial_state"]
+    unwritten = [r for r in range(40) if torch.equal(before[r], expected_pool[r])]
+    assert len(unwritten) > 10
+    for r in unwritten:
+        assert torch.equal(pool[r], before[r])
+
+
+def test_store_rows_without_reading_values(monkeypatch):
+    monkeypatch.setattr(rows, "host_reads", lambda device: False)
+    pool = torch.randn(6, 1, 2, 2)
+    pool[0, 0, 0, 0] = float("nan")
+    before = pool.clone()
+    values = torch.randn(3, 1, 2, 2)
+    rows.store_rows(pool, torch.tensor([-1, -1, -1]), values)
+    assert torch.equal(pool.view(torch.int32), before.view(torch.int32)), "nothing to write changes no bit"
+    rows.store_rows(pool, torch.tensor([-1, 4, 2]), values)
+    assert torch.equal(pool[4], values[1]) and torch.equal(pool[2], values[2])
+    for r in (0, 1, 3, 5):
+        assert torch.equal(pool[r].view(torch.int32), before[r].view(torch.int32))
+
+
+def test_inverse_of_repeated_keys_stays_exact():
+    """Equal keys with beta 1 and no decay: I + strict is all ones below the diagonal, its inverse is bidiagonal. A
+    product of matrix powers would meet binomial coefficients near 1e18 on the way."""
+    strict = torch.ones(1, 64, 64).tril(-1)
+    expected = torch.eye(64) - torch.diag(torch.ones(63), -1)
+    assert torch.equal(torch_prefill._unit_lower_inverse(strict)[0], expected)
+
+
+def test_inverse_of_random_matrices():
+    torch.manual_seed(0)
+    strict = torch.randn(3, 2, 64, 64).tril(-1) * 0.2
+    inverse = torch_prefill._unit_lower_inverse(strict).double()
+    eye = torch.eye(64, dtype=torch.float64)
+    assert torch.allclose((strict.double() + eye) @ inverse, eye.expand_as(inverse), atol=1e-4)
+
+
+def test_float32_stays_float32_whatever_the_caller_allows():
+    call, _ = batch()
+    expected = gdn_multi.chunk_gated_delta_rule(**call)[0]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            call, _ = batch()
+            output = gdn_multi.chunk_gated_delta_rule(**call)[0]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert torch.equal(output, expected)
+
+
+def test_float8_saturates_and_rounds_to_even():
+    values = torch.tensor([1e9, -1e9, 448.0, 17.0, 19.0, float("inf")])
+    e4m3 = rows.round_to(values, torch.float8_e4m3fn).float()
+    assert e4m3.tolist() == [448.0, -448.0, 448.0, 16.0, 20.0, 448.0]
+    assert rows.round_to(values, torch.float8_e5m2).float()[:2].tolist() == [57344.0, -57344.0]
+
+
+def test_use_cp_is_refused_with_a_reason():
+    call, _ = batch()
+    for name in ("output_state_indices", "checkpoint_state_indices", "prefix_lens"):
+        del call[name]
+    call.update(checkpoint_every_n_tokens=0, state_checkpoints=None, checkpoint_cu_starts=None, use_cp=True)
+    call["state_indices"] = torch.arange(8)
+    with pytest.raises(NotImplementedError, match="use_cp=True: the torch backend has no split-sequence path"):
+        gdn_multi.chunk_gated_delta_rule(**call)

@@ -1,0 +1,243 @@
+"""A call like an earlier one skips the checks: its request must be the one that the checks would have made."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import gdn_multi
+from gdn_multi import dispatch, env, validate
+from gdn_multi.request import PageTable
+
+T, N, HQ, HV, K, V = 7, 2, 1, 2, 8, 4
+
+
+def state(rows):
+    return torch.zeros(rows, HV, V, K)
+
+
+def index(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def tokens(*lead):
+    q, k, v = torch.randn(*lead, HQ, K), torch.randn(*lead, HQ, K), torch.randn(*lead, HV, V)
+    return dict(q=q, k=k, v=v), (torch.rand(*lead, HV), torch.rand(*lead, HV))
+
+
+def prefill(**more):
+    qkv, (g, beta) = tokens(T)
+    return dict(**qkv, g=g, beta=beta, cu_seqlens=index(0, 3, T), **more)
+
+
+def raw():
+    return prefill(
+        use_gate_in_kernel=True, A_log=torch.zeros(HV), dt_bias=torch.zeros(HV), beta_is_logit=True,
+        use_qk_l2norm_in_kernel=True, scale=0.5, output=torch.zeros(T, HV, V),
+    )  # fmt: skip
+
+
+def pool_in_place():
+    return prefill(initial_state=state(5), output_state=state(5), output_final_state=True, state_indices=index(3, 1))
+
+
+def all_slots():
+    return prefill(
+        initial_state=state(5), output_state=state(5), output_final_state=True, state_indices=index(3, 1),
+        output_state_indices=index(2, 0), checkpoint_every_n_tokens=64, state_checkpoints=state(4),
+        checkpoint_cu_starts=index(0, 0), checkpoint_state_indices=index(3), prefix_lens=index(0, 62), use_cp=False,
+    )  # fmt: skip
+
+
+def paged_prefill(with_slots):
+    table = dict(page_indices=index(1, 0), page_indptr=index(0, 1, 2), page_size=64, last_page_len=index(3, 4))
+    call = prefill(state_pool=state(3), **table)
+    if with_slots:
+        call["slots"] = gdn_multi.gdn_paged_prefill_slots(call["cu_seqlens"], **table)
+    return call
+
+
+def decode(**more):
+    qkv, (a, b) = tokens(N, 1)
+    return dict(**qkv, A_log=torch.zeros(HV), a=a, dt_bias=torch.zeros(HV), b=b, **more)
+
+
+def paged_decode(with_slots):
+    table = dict(page_indices=index(1, 0), page_indptr=index(0, 1, 2), last_page_len=index(3, 4))
+    call = decode(state_pool=state(3), **table)
+    if with_slots:
+        call["slots"] = gdn_multi.gdn_paged_decode_slots(**table)
+    return call
+
+
+CASES = {
+    "prefill": ("chunk_gated_delta_rule", prefill),
+    "raw": ("chunk_gated_delta_rule", raw),
+    "new final state": ("chunk_gated_delta_rule", lambda: prefill(output_final_state=True, initial_state=state(N))),
+    "pool in place": ("chunk_gated_delta_rule", pool_in_place),
+    "all slots": ("chunk_gated_delta_rule", all_slots),
+    "paged prefill": ("chunk_gated_delta_rule_paged", lambda: paged_prefill(False)),
+    "paged prefill with slots": ("chunk_gated_delta_rule_paged", lambda: paged_prefill(True)),
+    "decode": ("gated_delta_rule_decode_pretranspose", lambda: decode(state=state(N))),
+    "decode pool": (
+        "gated_delta_rule_decode_pretranspose",
+        lambda: decode(
+            state=None, initial_state=state(5), initial_state_indices=index(3, 1), output_state_indices=index(2, 0),
+            intermediate_states_buffer=torch.zeros(N, 1, HV, V, K), disable_state_update=True,
+        ),
+    ),  # fmt: skip
+    "decode pool in place": (
+        "gated_delta_rule_decode_pretranspose",
+        lambda: decode(state=None, initial_state=state(5), initial_state_indices=index(3, 1)),
+    ),
+    "paged decode": ("gated_delta_rule_decode_paged", lambda: paged_decode(False)),
+    "paged decode with slots": ("gated_delta_rule_decode_paged", lambda: paged_decode(True)),
+}
+
+
+def build(function, call):
+    return dispatch.build_request(function, **call)[0]
+
+
+def bind(function, call):
+    import inspect
+
+    bound = inspect.signature(getattr(gdn_multi, function)).bind(**call)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_again_makes_the_request_that_the_checks_make(case):
+    function, make = CASES[case]
+    template = dispatch._without_data(build(function, make()))
+    call = make()
+    expected = build(function, call)
+    actual = validate.again(template, bind(function, call))
+    assert type(actual) is type(expected)
+    for field in dataclasses.fields(expected):
+        a, b = getattr(actual, field.name), getattr(expected, field.name)
+        if field.name in ("output", "final_state") and b is not None and call.get("output_state") is None:
+            if field.name != "output" or call.get("output") is None:
+                if not expected.is_paged or field.name == "output":
+                    # allocated by each: alike, not the same
+                    assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+                    continue
+        if isinstance(b, PageTable):
+            assert a.page_size == b.page_size
+            assert a.page_indices is b.page_indices and a.page_indptr is b.page_indptr
+            assert a.last_page_len is b.last_page_len
+        elif isinstance(b, torch.Tensor):
+            same = a is b or (field.name == "output" and call.get("output") is None and a.shape == b.shape)
+            assert same, field.name
+        else:
+            assert a == b, field.name
+
+
+def test_the_template_keeps_no_tensor_alive():
+    template = dispatch._without_data(build("chunk_gated_delta_rule", all_slots()))
+    for value in template.__dict__.values():
+        assert not isinstance(value, torch.Tensor) or value.device.type == "meta"
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts how often decode arguments are looked at in full."""
+    from gdn_multi import gdn_decode
+
+    seen = []
+
+    def decode_request(**arguments):
+        seen.append(arguments)
+        return validate.decode_request(**arguments)
+
+    monkeypatch.setattr(gdn_decode, "decode_request", decode_request)
+    monkeypatch.setitem(dispatch._PUBLIC, "decode_request", "gated_delta_rule_decode_pretranspose")
+    dispatch.forget_accepted()
+    yield seen
+    dispatch.forget_accepted()
+
+
+def run(**changes):
+    torch.manual_seed(0)
+    call = decode(state=None, initial_state=torch.randn(5, HV, V, K), initial_state_indices=index(3, 1))
+    call.update(changes)
+    return gdn_multi.gated_delta_rule_decode_pretranspose(**call)
+
+
+def test_only_the_first_of_like_calls_is_checked(counted):
+    first, _ = run()
+    second, _ = run()
+    assert len(counted) == 1 and torch.equal(first, second) and first is not second
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(scale=0.5),
+        dict(use_qk_l2norm=False),
+        dict(backend="torch"),
+        dict(initial_state_indices=index(3, 1, dtype=torch.int64)),
+        dict(initial_state=torch.randn(6, HV, V, K)),
+        dict(initial_state=torch.randn(5, HV, V, 2 * K)[..., :K]),
+        dict(initial_state=torch.randn(5, HV, V, K).half()),
+        dict(A_log=torch.zeros(HV).half()),
+        dict(output_state_indices=index(3, 1)),
+        dict(output=torch.zeros(N, 1, HV, V)),
+    ],
+    ids=lambda c: ",".join(c),
+)
+def test_any_difference_is_checked(counted, changes):
+    run()
+    run(**changes)
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("variable", [env.BACKEND, env.DECODE_BACKEND, env.BATCH_INVARIANT])
+def test_a_changed_variable_is_checked(counted, monkeypatch, variable):
+    run()
+    monkeypatch.setenv(variable, "0" if variable == env.BATCH_INVARIANT else "torch")
+    run()
+    assert len(counted) == 2
+
+
+def test_a_bad_call_after_a_good_one_is_refused(counted):
+    run()
+    with pytest.raises(ValueError, match="initial_state_indices must be int32 or int64"):
+        run(initial_state_indices=torch.tensor([3.0, 1.0]))
+    q = torch.randn(N, 1, HQ, K, requires_grad=True)
+    with pytest.raises(ValueError, match="q requires grad"):
+        run(q=q)
+
+
+def test_check_looks_at_every_call(counted, monkeypatch):
+    run()
+    monkeypatch.setenv(env.CHECK, "1")
+    with pytest.raises(ValueError, match=r"initial_state_indices\[1\] \(sequence 1\) must be below 5"):
+        run(initial_state_indices=index(3, 5))
+
+
+def test_a_new_backend_is_asked(counted):
+    class Newcomer(gdn_multi.Backend):
+        name, priority = "newcomer", 10_000
+
+        def decode(self, request):
+            request.output.fill_(7)
+
+    run()
+    gdn_multi.register_backend(Newcomer)
+    try:
+        assert torch.all(run()[0] == 7)
+    finally:
+        gdn_multi.unregister_backend("newcomer")
+    assert not torch.all(run()[0] == 7)
+
+
+def test_like_calls_with_swapped_pools_do_not_mix(counted):
+    """Two pools alike in everything but contents: each call updates its own."""
+    pools = [torch.randn(5, HV, V, K) for _ in range(2)]
+    before = [p.clone() for p in pools]
+    run(initial_state=pools[0])
+    _, returned = run(initial_state=pools[1])
+    assert returned is pools[1] and len(counted) == 1
+    assert all(not torch.equal(p, q) for p, q in zip(pools, before))
