@@ -1,0 +1,133 @@
+"""How long a call takes.
+
+On a GPU: the call is captured in a CUDA graph after a warm-up, and each replay is timed by events of its own with the
+L2 flushed before it, so that neither the host nor a warm cache is measured. A call that cannot be captured is timed
+eagerly in the same way, and the table says so. On a CPU: the wall clock, without any of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Callable, List, Optional
+
+import torch
+
+#: Fewest and most timed replays; between them the time budget decides.
+FEWEST, MOST = 10, 300
+
+
+@dataclass
+class Timing:
+    ms: float  #: median
+    p20: float
+    p80: float
+    runs: int
+    graph: bool  #: captured in a CUDA graph
+    note: str = ""  #: why it was not
+
+
+def _quantile(sorted_values: List[float], q: float) -> float:
+    return sorted_values[min(len(sorted_values) - 1, int(q * len(sorted_values)))]
+
+
+def _summary(times: List[float], graph: bool, note: str) -> Timing:
+    times = sorted(times)
+    middle = len(times) // 2
+    median = times[middle] if len(times) % 2 else 0.5 * (times[middle - 1] + times[middle])
+    return Timing(median, _quantile(times, 0.2), _quantile(times, 0.8), len(times), graph, note)
+
+
+class Timer:
+    """Times calls on one device; ``budget`` is in seconds a call."""
+
+    def __init__(self, device: torch.device, budget: float):
+        self.device, self.budget = device, budget
+        self._flush: Optional[torch.Tensor] = None
+        if device.type == "cuda":
+            l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+            self._flush = torch.empty(max(256 << 20, 4 * l2), dtype=torch.int8, device=device)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time(self, call: Callable[[], object], use_graph: bool = True) -> Timing:
+        if self.device.type != "cuda":
+            return self._wall_clock(call)
+        graph, note = None, ""
+        if use_graph:
+            try:
+                graph = self._capture(call)
+            except Exception as error:  # a peer may synchronise or allocate in ways that a capture forbids
+                self.synchronize()
+                note = f"not captured: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        replay = graph.replay if graph is not None else call
+        return self._events(replay, graph is not None, note)
+
+    def _capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            call()
+            self.synchronize()
+            # Not torch.cuda.graph(): it collects garbage, which takes longer than the whole measurement.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph.replay()
+        self.synchronize()
+        return graph
+
+    def _events(self, replay: Callable[[], object], graph: bool, note: str) -> Timing:
+        def run(times: int) -> List[float]:
+            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+            for start, end in pairs:
+                self._flush.zero_()
+                start.record()
+                replay()
+                end.record()
+            self.synchronize()
+            return [start.elapsed_time(end) for start, end in pairs]
+
+        first = time.perf_counter()
+        run(3)
+        each = max((time.perf_counter() - first) / 3, 1e-6)
+        return _summary(run(max(FEWEST, min(MOST, int(self.budget / each)))), graph, note)
+
+    def _wall_clock(self, call: Callable[[], object]) -> Timing:
+        times: List[float] = []
+        began = time.perf_counter()
+        while len(times) < 3 or (len(times) < MOST and time.perf_counter() - began < self.budget):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return _summary(times, False, "wall clock")
+
+    def host_us(self, call: Callable[[], object], ms: float, calls: int = 200) -> Optional[float]:
+        """Median host time of a call in microseconds, without synchronising between calls.
+
+        In groups with a pause between them, so that a full launch queue is not what is measured. None on a CPU,
+        where host time is all there is.
+        """
+        if self.device.type != "cuda":
+            return None
+        calls = max(20, min(calls, int(self.budget * 1e3 / max(ms, 1e-3))))
+        times: List[float] = []
+        while len(times) < calls:
+            self.synchronize()
+            for _ in range(min(20, calls - len(times))):
+                start = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - start) * 1e6)
+        self.synchronize()
+        times.sort()
+        return times[len(times) // 2]
