@@ -1,0 +1,54 @@
+"""Launching one Triton kernel again and again at little host cost.
+
+``kernel[grid](...)`` looks at every argument to find the compiled kernel that fits, and the decode kernel has more than
+fifty. Here the arguments that only depend on shapes, strides and dtypes are fixed once, and once Triton has compiled
+and launched the kernel, further launches go straight to what it compiled. ``tune_decode`` prints the host time of both.
+
+For this to be right, whoever keeps a ``Launch`` must key it by everything that Triton specialises on: the dtypes and
+presence of the tensors, the constants, and whether a pointer that is not marked ``do_not_specialize_on_alignment`` is
+divisible by 16. Integer arguments must be annotated and ``do_not_specialize``, so that their values never matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Tuple
+
+import torch
+import triton
+
+_data_ptr = torch.Tensor.data_ptr
+
+#: Compiled kernels take all arguments, constants included, from Triton 3.3 on.
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+
+
+class Launch:
+    """A kernel with its grid and its fixed arguments; called with the tensors, which come first."""
+
+    __slots__ = ("kernel", "grid", "device", "fixed", "options", "_compiled")
+
+    def __init__(self, kernel, grid: Tuple[int, ...], device: torch.device, fixed: Tuple[Any, ...], **options: Any):
+        self.kernel = kernel
+        self.grid = grid + (1,) * (3 - len(grid))
+        self.device = device.index if device.type == "cuda" else None
+        self.fixed = fixed
+        # A multiplication and an addition make one FMA; Triton's default for this differs between versions.
+        self.options: Dict[str, Any] = {"enable_fp_fusion": True, **options}
+        self._compiled = None
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        device = self.device
+        if device is not None and device != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton launches on the current device and its current stream
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: Tuple[torch.Tensor, ...]) -> None:
+        if self._compiled is not None:
+            # Addresses instead of tensors: the launcher then asks the driver nothing about them.
+            self._compiled(*map(_data_ptr, tensors), *self.fixed)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.fixed, **self.options)
+        if _DIRECT and hasattr(compiled, "__getitem__"):  # None under the interpreter
+            self._compiled = compiled[self.grid]
