@@ -77,8 +77,7 @@ def chunk_gated_delta_rule(
         Written where tokens belong to a sequence; other rows keep their contents. Allocated when None, zero there.
     output_state : [N, Ho, V, K] or, with ``state_indices``, a pool, optional
         Where final states go, rounded once to its dtype (float8 saturates). May be ``initial_state``. Allocated when
-        None and ``state_indices`` is None, in initial_state's dtype or float32; a zero-length sequence's row is then
-        its initial state.
+        None and ``state_indices`` is None, in float32; a zero-length sequence's row is then its initial state.
     state_checkpoints : [rows, Ho, V, K], optional
         Where the states at checkpoints go; needed with ``checkpoint_every_n_tokens > 0``. May be the pool.
     checkpoint_cu_starts : [N + 1] (or [N] with ``checkpoint_state_indices``) int32 or int64, optional

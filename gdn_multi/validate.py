@@ -490,8 +490,7 @@ def prefill_request(
     output, output_is_new = _output(output, (q.shape[0], heads, v.shape[2]), "[tokens, heads, V]", q)
     final_state_is_new = output_final_state and output_state is None
     if final_state_is_new:
-        dtype = torch.float32 if initial_state is None else initial_state.dtype
-        output_state = torch.empty((num_seqs, *sizes), dtype=dtype, device=q.device)
+        output_state = torch.empty((num_seqs, *sizes), dtype=torch.float32, device=q.device)
     write_rows = None
     if output_final_state:
         write_rows = state_indices if output_state_indices is None else output_state_indices

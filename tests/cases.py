@@ -16,10 +16,10 @@ import math
 from dataclasses import dataclass
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
-import torch
-from gdn_multi import reference
-
 import tolerances
+import torch
+
+from gdn_multi import reference
 
 NAN, INF = float("nan"), float("inf")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -264,7 +264,7 @@ class Pool:
         picked = [self.tensor[i].cpu().double() if i >= 0 else zero for i in indices]
         return torch.stack(picked) if picked else zero[None][:0]
 
-    def remember(self) -> "Pool":
+    def remember(self) -> Pool:
         self._snapshot = bits(self.storage)
         return self
 
@@ -319,7 +319,7 @@ class PagedBatch:
         self.sequences: List[PagedSequence] = []
         self._shares: List[Optional[int]] = []
 
-    def add(self, *, prefix: int = 0, new: int = 0, shares: Optional[int] = None) -> "PagedBatch":
+    def add(self, *, prefix: int = 0, new: int = 0, shares: Optional[int] = None) -> PagedBatch:
         """A sequence; with ``shares`` its full prefix pages are those of that earlier sequence, as far as they go."""
         self.sequences.append(PagedSequence(prefix, new, []))
         self._shares.append(shares)
@@ -328,7 +328,7 @@ class PagedBatch:
     def build(
         self, device="cpu", *, pool_dtype=torch.float32, padding: int = 0, spare: int = 3, index_dtype=torch.int32,
         seed: int = 0, page_ids: Optional[Sequence[int]] = None, **tokens,
-    ) -> "PagedBatch":  # fmt: skip
+    ) -> PagedBatch:  # fmt: skip
         rng = torch.Generator().manual_seed(seed + 1000)
         size = self.page_size
         needed = 0
@@ -350,7 +350,8 @@ class PagedBatch:
                 s.pages = self.sequences[self._shares[i]].pages[:shared]
             s.pages = s.pages + [next(fresh) for _ in range(self._pages(s) - shared)]
 
-        self.tokens = Tokens(self.dims, [s.new for s in self.sequences], device=device, seed=seed, **tokens)
+        lengths = [s.new for s in self.sequences]
+        self.tokens = Tokens(self.dims, lengths, device=device, index_dtype=index_dtype, seed=seed, **tokens)
         self.pool = Pool(rows, self.dims, pool_dtype, device, padding=padding)
         states = random_states(rows, self.dims, seed + 1)
         self.read = [s.pages[(s.prefix - 1) // size] if s.prefix else -1 for s in self.sequences]
@@ -415,7 +416,8 @@ class DecodeStep:
 
     def __init__(
         self, dims: Dims, batch: int, steps: int = 1, *, device="cpu", dtype=torch.float32, l2norm: bool = True,
-        scale: Optional[float] = None, gate_dtype=None, parameter_dtype=torch.float32, fused: bool = False, seed: int = 0,
+        scale: Optional[float] = None, gate_dtype=None, parameter_dtype=torch.float32, fused: bool = False,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         rng = torch.Generator().manual_seed(seed)
         self.dims, self.batch, self.steps, self.dtype = dims, batch, steps, dtype
@@ -472,7 +474,7 @@ class PagedDecode:
         self.dims, self.page_size = dims, page_size
         self.totals: List[int] = []
 
-    def add(self, total: int) -> "PagedDecode":
+    def add(self, total: int) -> PagedDecode:
         assert total >= 2, "a sequence holds at least one token before the decoded one"
         self.totals.append(total)
         return self
@@ -480,7 +482,7 @@ class PagedDecode:
     def build(
         self, device="cpu", *, pool_dtype=torch.float32, padding: int = 0, index_dtype=torch.int32, seed: int = 0,
         spare: int = 3, **step,
-    ) -> "PagedDecode":  # fmt: skip
+    ) -> PagedDecode:  # fmt: skip
         rng = torch.Generator().manual_seed(seed + 1000)
         counts = [-(-total // self.page_size) for total in self.totals]
         ids = torch.randperm(sum(counts) + spare, generator=rng).tolist()

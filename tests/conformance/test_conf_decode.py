@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Dict, Optional, Sequence
 
 import cases
-import gdn_multi
 import pytest
 import tolerances
 import torch
 from cases import DecodeStep, Dims, PagedDecode, Pool, bits, index, random_states, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import gdn_multi
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -66,7 +67,9 @@ class PoolCall:
         if buffer is not None:
             for i in live:
                 for t in range(step.steps):
-                    tolerances.assert_close(buffer[i, t], states[i, t], allowed, f"state of sequence {i} after token {t}")
+                    tolerances.assert_close(
+                        buffer[i, t], states[i, t], allowed, f"state of sequence {i} after token {t}"
+                    )
             now = bits(buffer)
             assert torch.equal(now[:, step.steps :], kept[:, step.steps :]), "the buffer was written past T"
             for i in padded:
@@ -241,6 +244,32 @@ def test_a_pool_that_is_a_slice(door, sizes):
     tolerances.assert_close(pool[1], states[1, -1], tolerances.decode_state(F32), "row 1")
 
 
+@pytest.mark.small
+@pytest.mark.parametrize("steps", [1, 2])
+def test_plain_states_that_are_a_slice(door, sizes, steps):
+    """Kind 8: one row a sequence, in a wider tensor; updated in place too, with a buffer that is a slice as well."""
+    dims, device = sizes.dims, door.device
+    step = DecodeStep(dims, 2, steps, device=device, dtype=sizes.dtype)
+    wide = torch.full((4, dims.heads + 1, dims.V + 3, dims.K + 16), cases.NAN, device=device)
+    state = wide[1::2, 1:, 2 : 2 + dims.V, : dims.K]
+    state.copy_(random_states(2, dims))
+    buffer = torch.full((2, steps + 1, *wide.shape[1:]), cases.NAN, device=device)
+    expected, states = step.reference(state)
+    marked = torch.isnan(wide)
+    output, returned = door(
+        gdn_multi.gated_delta_rule_decode_pretranspose,
+        **step.arguments(state=state, intermediate_states_buffer=buffer[:, :, 1:, 2 : 2 + dims.V, : dims.K]),
+    )
+    assert returned is state
+    step.check_output(output, expected)
+    assert torch.equal(torch.isnan(wide), marked), "something beside the states was written"
+    allowed = tolerances.decode_state(F32)
+    tolerances.assert_close(state, states[:, -1], allowed, "states")
+    kept = buffer[:, :steps, 1:, 2 : 2 + dims.V, : dims.K]
+    tolerances.assert_close(kept, states, allowed, "intermediate states")
+    assert torch.isfinite(buffer).sum() == kept.numel(), "something beside the intermediate states was written"
+
+
 # --- several tokens -------------------------------------------------------------------------------
 
 
@@ -307,7 +336,9 @@ def pages(door, size=64) -> PagedDecode:
 
 def slots_of(batch: PagedDecode) -> gdn_multi.GDNPagedDecodeSlots:
     device = batch.pool.tensor.device
-    return gdn_multi.GDNPagedDecodeSlots(index(batch.read, torch.int32, device), index(batch.write, torch.int32, device))
+    return gdn_multi.GDNPagedDecodeSlots(
+        index(batch.read, torch.int32, device), index(batch.write, torch.int32, device)
+    )
 
 
 @pytest.mark.small

@@ -6,11 +6,12 @@ Each fails when the fault is put back. Where another file tests the kind more wi
 from __future__ import annotations
 
 import cases
-import gdn_multi
 import pytest
 import tolerances
 import torch
 from cases import DecodeStep, Dims, PagedBatch, PagedDecode, Pool, Tokens, bits, index, random_states, same_bits
+
+import gdn_multi
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -40,7 +41,8 @@ def test_kind_2_k_major_for_v_major(door, sizes):
         gdn_multi.chunk_gated_delta_rule,
         **tokens.arguments(
             initial_state=pool.tensor, output_state=pool.tensor, state_checkpoints=pool.tensor, output_final_state=True,
-            state_indices=index([0], torch.int32, door.device), output_state_indices=index([1], torch.int32, door.device),
+            state_indices=index([0], torch.int32, door.device),
+            output_state_indices=index([1], torch.int32, door.device),
             checkpoint_every_n_tokens=64, checkpoint_state_indices=index([2], torch.int32, door.device),
             checkpoint_cu_starts=index([0, 1], torch.int32, door.device),
         ),
@@ -97,7 +99,9 @@ def test_kind_3_nan_from_memory_that_nothing_wrote(door, past):
 @pytest.mark.small
 def test_kind_3_poison_right_after_the_last_token(door, sizes):
     """Kind 3, small: NaN and infinity right before the first and right after the last token of a partial chunk."""
-    tokens = Tokens(sizes.dims, (5,), device=door.device, dtype=sizes.dtype, before=3, after=70, gate="raw", beta="logit")
+    tokens = Tokens(
+        sizes.dims, (5,), device=door.device, dtype=sizes.dtype, before=3, after=70, gate="raw", beta="logit"
+    )
     expected, states = tokens.reference()
     output, final = door(gdn_multi.chunk_gated_delta_rule, **tokens.arguments(output_final_state=True))
     tokens.check_output(output, expected)
@@ -366,7 +370,13 @@ def test_kind_10_compile_caches_keyed_too_narrowly(door, sizes):
     for dtype in dtypes:
         for heads in ((2, 2, 4), (1, 1, 4), (4, 4, 4), (4, 2, 2)):
             calls.append(dict(dims=Dims(*heads, K, V), dtype=dtype))
-    for gate, beta in (("none", "none"), ("linear", "none"), ("log", "plain"), ("raw", "logit"), ("raw_half", "logit_half")):
+    for gate, beta in (
+        ("none", "none"),
+        ("linear", "none"),
+        ("log", "plain"),
+        ("raw", "logit"),
+        ("raw_half", "logit_half"),
+    ):
         for l2norm in (False, True):
             calls.append(dict(dims=sizes.dims, dtype=dtypes[0], gate=gate, beta=beta, l2norm=l2norm))
     calls.append(dict(dims=sizes.dims, dtype=dtypes[0], fused=True))
@@ -415,7 +425,7 @@ def test_kind_10_compile_caches_of_decode(door, sizes):
 
 
 def test_kind_12_backend_chosen_by_accident(door, sizes):
-    """Kind 12: explain says before the call which backend serves it and why not each other one; last_backend after it."""
+    """Kind 12: explain says before the call which backend serves it and why not the others; last_backend after it."""
     tokens = Tokens(sizes.dims, (5,), device=door.device, dtype=sizes.dtype)
     explanation = gdn_multi.explain(gdn_multi.chunk_gated_delta_rule, **tokens.arguments())
     assert set(explanation.reasons) == set(gdn_multi.registered_backends())
@@ -444,7 +454,9 @@ def test_kind_13_gates_out_of_domain(door, sizes):
     tokens.g[64, 0] = 0.0  # in one head only, and first of its chunk
     state = random_states(1, sizes.dims).to(door.device)
     expected, states = tokens.reference(state)
-    output, final = door(gdn_multi.chunk_gated_delta_rule, **tokens.arguments(initial_state=state, output_final_state=True))
+    output, final = door(
+        gdn_multi.chunk_gated_delta_rule, **tokens.arguments(initial_state=state, output_final_state=True)
+    )
     tokens.check_output(output, expected)
     tolerances.assert_close(final[0], states[0][-1], tolerances.prefill_state(sizes.dtype, F32), "final state")
 
@@ -454,11 +466,19 @@ def test_kind_13_gates_out_of_domain(door, sizes):
 def test_kind_13_zero_and_denormal_alpha(door, sizes, alpha, where):
     """Kind 13: log 0 must not become a NaN, wherever the zero stands."""
     tokens = Tokens(sizes.dims, (130,), device=door.device, dtype=sizes.dtype)
-    places = {"one token": 70, "first token": 0, "last token": 129, "all tokens": slice(None), "every third token": slice(None, None, 3)}
+    places = {
+        "one token": 70,
+        "first token": 0,
+        "last token": 129,
+        "all tokens": slice(None),
+        "every third token": slice(None, None, 3),
+    }
     tokens.g[places[where]] = alpha
     state = random_states(1, sizes.dims).to(door.device)
     expected, states = tokens.reference(state)
-    output, final = door(gdn_multi.chunk_gated_delta_rule, **tokens.arguments(initial_state=state, output_final_state=True))
+    output, final = door(
+        gdn_multi.chunk_gated_delta_rule, **tokens.arguments(initial_state=state, output_final_state=True)
+    )
     tokens.check_output(output, expected)
     tolerances.assert_close(final[0], states[0][-1], tolerances.prefill_state(sizes.dtype, F32), "final state")
 

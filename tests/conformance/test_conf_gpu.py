@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 
 import cases
-import gdn_multi
 import pytest
 import tolerances
 import torch
 from cases import DecodeStep, Dims, PagedBatch, PagedDecode, Tokens, index, random_states, same_bits
+
+import gdn_multi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]
 
@@ -136,7 +137,9 @@ def test_rule_5_a_captured_plain_prefill(door):
     eager = []
     for t, state in zip(tokens, states):
         expected, after = t.reference(state)
-        output, final = door(gdn_multi.chunk_gated_delta_rule, **t.arguments(initial_state=state, output_final_state=True))
+        output, final = door(
+            gdn_multi.chunk_gated_delta_rule, **t.arguments(initial_state=state, output_final_state=True)
+        )
         t.check_output(output, expected)
         eager.append((output, final))
     static = Tokens(dims, (70, 0, 64), after=66, device=door.device, dtype=dtype)
@@ -171,9 +174,7 @@ def test_rule_5_captured_decodes(door):
         eager.append((output, mine))
     static_step, static_pool = DecodeStep(dims, 4, device=device, dtype=dtype), pool.clone()
     static = arguments(static_step, static_pool, *rows[0])
-    graph, (output, _) = capture(
-        lambda: gdn_multi.gated_delta_rule_decode_pretranspose(**static, backend=door.name)
-    )
+    graph, (output, _) = capture(lambda: gdn_multi.gated_delta_rule_decode_pretranspose(**static, backend=door.name))
     for step, (read, write), (wanted, wanted_pool) in zip(steps, rows, eager):
         for name in ("q", "k", "v", "a", "b"):
             static[name].copy_(getattr(step, name))
@@ -296,6 +297,24 @@ def test_rule_5_launches_on_the_current_stream(door, name, monkeypatch):
         output = result()
     stream.synchronize()
     assert same_bits(output, wanted)
+
+
+def test_strided_inputs_are_not_copied(door):
+    """Slices of one fused projection need no more memory in a call than dense inputs do."""
+
+    def extra(fused: bool) -> int:
+        tokens = Tokens(Dims(4, 4, 8, 128, 128), (4096,), device=door.device, dtype=BF16, fused=fused)
+        output = tokens.new_output()
+        for _ in range(2):  # the first call may allocate what is kept
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(door.device)
+            before = torch.cuda.memory_allocated(door.device)
+            door(gdn_multi.chunk_gated_delta_rule, **tokens.arguments(output=output))
+            torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(door.device) - before
+
+    size_of_q = 4096 * 4 * 128 * 2
+    assert extra(fused=True) <= extra(fused=False) + size_of_q // 2
 
 
 def test_the_device_of_q_counts_not_the_current_one(door):

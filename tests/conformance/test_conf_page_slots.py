@@ -101,7 +101,9 @@ def test_small_prefill_table(door, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_small_decode_table(door, dtype):
     totals = [2, 64, 65, 66, 128, 129]
-    arguments = page_table((64, [(n - 1, 1) for n in totals], [9, 4, 7, 1, 3, 0, 8, 2, 6, 5, 11], 0), door.device, [dtype] * 4)
+    arguments = page_table(
+        (64, [(n - 1, 1) for n in totals], [9, 4, 7, 1, 3, 0, 8, 2, 6, 5, 11], 0), door.device, [dtype] * 4
+    )
     del arguments["cu_seqlens"], arguments["page_size"]
     check_decode(door, arguments)
 

@@ -131,7 +131,9 @@ def test_pool_dtypes_and_padded_rows(door, pool_dtype, padding, slots):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("gate,beta,l2norm", [("none", "none", False), ("log", "plain", False), ("raw_half", "logit_half", True)])
+@pytest.mark.parametrize(
+    "gate,beta,l2norm", [("none", "none", False), ("log", "plain", False), ("raw_half", "logit_half", True)]
+)
 def test_paged_gates_and_dtypes(door, dtype, gate, beta, l2norm):
     mixed(door).build(door.device, dtype=dtype, gate=gate, beta=beta, l2norm=l2norm, fused=True, after=3).run(door)
 
@@ -219,9 +221,9 @@ def check_pages(pool: Pool, pages, states, page_size: int, length: int, allowed:
 
 @pytest.mark.parametrize("page_size", [64, 128, 1024])
 def test_a_prompt_of_5000_tokens_cut_at_random(door, page_size):
-    """200 random cuts into 1 to 12 calls over the three page sizes: outputs and every page as the reference has them."""
+    """200 random cuts into 1 to 12 calls over the three page sizes: outputs and every page against the reference."""
     cuts = {64: 66, 128: 67, 1024: 67}[page_size] if door.name == "torch" else 8
-    dims = Dims(1, 1, 2, 32, 24) if door.name == "torch" else door.sizes.dims
+    dims = Dims(1, 1, 2, 32, 24) if door.name == "torch" else door.sizes.dims._replace(q=1, k=1, v=2)
     length = 5000
     prompt, expected, states = long_prompt(dims, length, door.sizes.dtype, door.device)
     rng = random.Random(page_size)
@@ -331,7 +333,8 @@ def test_a_call_of_slots_is_that_of_the_wrapper(door):
     plain, _ = door(
         gdn_multi.chunk_gated_delta_rule,
         **batch.tokens.arguments(
-            initial_state=other.tensor, output_state=other.tensor, output_final_state=True, state_checkpoints=other.tensor,
+            initial_state=other.tensor, output_state=other.tensor, output_final_state=True,
+            state_checkpoints=other.tensor,
             state_indices=rows.state_indices, output_state_indices=rows.output_state_indices,
             checkpoint_cu_starts=torch.cat([rows.checkpoint_cu_starts, batch.page_indptr[-1:]]),
             checkpoint_state_indices=batch.page_indices, prefix_lens=rows.prefix_lens, checkpoint_every_n_tokens=size,

@@ -51,7 +51,9 @@ def run(door, tokens: Tokens, *, initial=None, state_dtype=None, **more):
 # --- shapes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(1, 1, 1), (3, 3, 3), (2, 2, 4), (1, 1, 4), (4, 2, 2), (6, 2, 2), (4, 1, 1), (2, 2, 16)])
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 1), (3, 3, 3), (2, 2, 4), (1, 1, 4), (4, 2, 2), (6, 2, 2), (4, 1, 1), (2, 2, 16)]
+)
 def test_head_groups(door, sizes, heads):
     """Equal heads, GVA (state head h reads q and k head h // (Hv / Hq)) and GQA (k and v head h // (Hq / Hk))."""
     dims = Dims(*heads, sizes.dims.K, sizes.dims.V)
@@ -174,7 +176,14 @@ def test_slices_of_a_fused_projection(door, sizes):
 
 def test_slices_of_a_fused_projection_with_raw_gates(door, sizes):
     tokens = Tokens(
-        sizes.dims, sizes.lengths, device=door.device, dtype=sizes.dtype, fused=True, gate="raw", beta="logit", l2norm=True
+        sizes.dims,
+        sizes.lengths,
+        device=door.device,
+        dtype=sizes.dtype,
+        fused=True,
+        gate="raw",
+        beta="logit",
+        l2norm=True,
     )
     run(door, tokens)
 
@@ -225,9 +234,7 @@ def test_tokens_far_outside_the_sequences(door, sizes, given, gate, beta):
     run(door, tokens, **({"output": tokens.new_output()} if given else {}))
 
 
-@pytest.mark.parametrize(
-    "lengths", [(0, 5), (5, 0), (0, 0, 70, 0, 0, 3, 0), (0,), (0, 0, 0), (64, 0, 64)], ids=str
-)
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0, 70, 0, 0, 3, 0), (0,), (0, 0, 0), (64, 0, 64)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 def test_zero_length_sequences(door, sizes, lengths, given):
     """Rule 1: they write nothing; a state that the call allocates holds their initial state."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import List
 
 import cases
-import gdn_multi
 import numpy
 import pytest
 import tolerances
 import torch
 from cases import DecodeStep, PagedBatch, PagedDecode, Pool, Tokens, bits, index, random_states, same_bits
+
+import gdn_multi
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INVARIANT = "GDN_MULTI_BATCH_INVARIANT"
@@ -66,7 +67,7 @@ def prefill_arguments(door, lengths=(70, 5, 64), **rows):
         (dict(state_indices=[1, 8, 2]), r"state_indices\[1\].*sequence 1.*8"),
         (dict(state_indices=[1, 2, 3], output_state_indices=[1, 2, 99]), r"output_state_indices\[2\].*sequence 2.*99"),
         (dict(state_indices=[1, 2, 1]), r"sequence 2.*sequence 0"),
-        (dict(state_indices=[1, 2, 3], output_state_indices=[4, 5, 4]), r"output_state_indices\[2\].*output_state_indices\[0\]"),
+        (dict(state_indices=[1, 2, 3], output_state_indices=[4, 5, 4]), r"state_indices\[2\].*state_indices\[0\]"),
         (dict(state_indices=[1, 2, 3], output_state_indices=[4, 1, 5]), r"sequence 0.*sequence 1"),
     ],
     ids=["read row out of range", "write row out of range", "in place twice", "written twice", "read and written"],
@@ -140,7 +141,10 @@ def test_rule_4_check_of_decode_page_tables(door, monkeypatch, change, words):
         (dict(initial_state_indices=[1, 8, 2]), r"initial_state_indices\[1\].*sequence 1.*8"),
         (dict(initial_state_indices=[1, 2, 1]), r"sequence 2.*sequence 0"),
         (dict(initial_state_indices=[1, 2, 3], output_state_indices=[4, 5, 1]), r"sequence 0.*sequence 2"),
-        (dict(initial_state_indices=[1, 2, 3], output_state_indices=[4, 50, 5]), r"output_state_indices\[1\].*sequence 1.*50"),
+        (
+            dict(initial_state_indices=[1, 2, 3], output_state_indices=[4, 50, 5]),
+            r"output_state_indices\[1\].*sequence 1.*50",
+        ),
     ],
     ids=["out of range", "twice", "read and written", "write row out of range"],
 )

@@ -149,7 +149,8 @@ def test_output_state_indices_apart_from_read_rows(door):
 
 
 @pytest.mark.parametrize(
-    "read,write", [([-1, -1, -1], [1, 2, 3]), ([4, 5, 6], [-1, -1, -1]), ([-1, 5, 0], [3, -1, 0]), ([0, 0, 0], [1, 2, 3])],
+    "read,write",
+    [([-1, -1, -1], [1, 2, 3]), ([4, 5, 6], [-1, -1, -1]), ([-1, 5, 0], [3, -1, 0]), ([0, 0, 0], [1, 2, 3])],
     ids=["zero states", "no stores", "mixed", "one row read by all"],
 )  # fmt: skip
 def test_minus_one_in_either_row(door, read, write):
@@ -220,7 +221,9 @@ def test_all_slot_arguments_on_one_pool(door):
 def test_all_slot_arguments_by_dtype_and_padding(door, pool_dtype, padding):
     """Rows far from any alignment too: padding says nothing about multiples of anything."""
     call = SlotCall(door, (170, 0, 64, 5), pool_dtype=pool_dtype, padding=padding)
-    call.run(read=[4, 2, -1, 7], write=[1, 3, -1, 7], every=64, prefix=[30, 60, 128, 60], checkpoint_rows=[9, 8, -1, 11, 10])
+    call.run(
+        read=[4, 2, -1, 7], write=[1, 3, -1, 7], every=64, prefix=[30, 60, 128, 60], checkpoint_rows=[9, 8, -1, 11, 10]
+    )
 
 
 def test_three_pools(door):
@@ -242,7 +245,8 @@ def test_checkpoint_of_the_last_token_is_the_final_state(door):
 # --- index dtypes ---------------------------------------------------------------------------------
 
 INDEX_TENSORS = (
-    "cu_seqlens", "state_indices", "output_state_indices", "checkpoint_cu_starts", "checkpoint_state_indices", "prefix_lens",
+    "cu_seqlens", "state_indices", "output_state_indices", "checkpoint_cu_starts", "checkpoint_state_indices",
+    "prefix_lens",
 )  # fmt: skip
 
 
@@ -269,7 +273,9 @@ def test_index_dtypes(door, dtype):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("gate,beta,l2norm", [("none", "none", False), ("log", "plain", False), ("raw_half", "logit_half", True)])
+@pytest.mark.parametrize(
+    "gate,beta,l2norm", [("none", "none", False), ("log", "plain", False), ("raw_half", "logit_half", True)]
+)
 def test_all_slot_arguments_with_every_gate(door, gate, beta, l2norm):
     """Unaligned prefixes shift the chunks, and must not shift the gates."""
     call = SlotCall(door, (170, 40), gate=gate, beta=beta, l2norm=l2norm, before=3, after=70, fused=True)

@@ -10,11 +10,12 @@ import re
 from typing import Callable, Dict, List, Tuple
 
 import cases
-import gdn_multi
 import numpy
 import pytest
 import torch
 from cases import DecodeStep, Dims, PagedBatch, PagedDecode, Tokens, index, random_states
+
+import gdn_multi
 
 DIMS = Dims(2, 2, 4, 16, 24)
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -37,9 +38,11 @@ def slot_prefill() -> Call:
     pool = random_states(8, DIMS)
     tokens = Tokens(DIMS, (70, 0, 5))
     return gdn_multi.chunk_gated_delta_rule, tokens.arguments(
-        initial_state=pool, output_state=pool, output_final_state=True, state_checkpoints=pool, output=tokens.new_output(),
+        initial_state=pool, output_state=pool, output_final_state=True, state_checkpoints=pool,
+        output=tokens.new_output(),
         state_indices=index([1, 2, -1]), output_state_indices=index([3, 4, 5]), prefix_lens=index([60, 1, 63]),
-        checkpoint_state_indices=index([6, 7, 0]), checkpoint_cu_starts=index([0, 2, 2, 3]), checkpoint_every_n_tokens=64,
+        checkpoint_state_indices=index([6, 7, 0]), checkpoint_cu_starts=index([0, 2, 2, 3]),
+        checkpoint_every_n_tokens=64,
     )  # fmt: skip
 
 
@@ -160,7 +163,9 @@ def test_the_calls_below_are_right_before_they_are_broken(call):
     ids=lambda v: f"{type(v).__name__}-{v}",
 )
 def test_page_size(call, value):
-    refused(call, ValueError, "page_size", "int" if type(value) is not int else "positive multiple of 64", page_size=value)
+    refused(
+        call, ValueError, "page_size", "int" if type(value) is not int else "positive multiple of 64", page_size=value
+    )
 
 
 TABLE = ("page_indices", "page_indptr", "last_page_len")
@@ -244,9 +249,11 @@ def test_a_padded_row_stride_is_fine():
 
 
 STATES = [
-    (prefill, "initial_state"), (prefill, "output_state"), (slot_prefill, "initial_state"), (slot_prefill, "output_state"),
+    (prefill, "initial_state"), (prefill, "output_state"), (slot_prefill, "initial_state"),
+    (slot_prefill, "output_state"),
     (slot_prefill, "state_checkpoints"), (paged_prefill, "state_pool"), (slotted_paged_prefill, "state_pool"),
-    (decode, "state"), (pool_decode, "initial_state"), (paged_decode, "state_pool"), (slotted_paged_decode, "state_pool"),
+    (decode, "state"), (pool_decode, "initial_state"), (paged_decode, "state_pool"),
+    (slotted_paged_decode, "state_pool"),
 ]  # fmt: skip
 EACH_STATE = pytest.mark.parametrize("call,name", STATES, ids=[f"{c.__name__}-{n}" for c, n in STATES])
 
@@ -280,7 +287,8 @@ EACH_SLOT_ARGUMENT = pytest.mark.parametrize(
 
 @EACH_SLOT_ARGUMENT
 @pytest.mark.parametrize(
-    "changes,words", [(dict(use_cp=True), "use_cp"), (dict(backend="cudnn"), "cudnn"), (dict(backend="cake_gdn"), "cake_gdn")],
+    "changes,words",
+    [(dict(use_cp=True), "use_cp"), (dict(backend="cudnn"), "cudnn"), (dict(backend="cake_gdn"), "cake_gdn")],
     ids=["use_cp", "cudnn", "cake_gdn"],
 )  # fmt: skip
 def test_slot_arguments_that_are_rejected(names, changes, words):
@@ -365,7 +373,9 @@ def test_paged_decode_of_several_tokens(call, steps):
 
 @on(*COMPUTE)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [None, 3, [[1.0]], numpy.zeros((7, 2, 16), dtype=numpy.float32)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [None, 3, [[1.0]], numpy.zeros((7, 2, 16), dtype=numpy.float32)], ids=lambda v: type(v).__name__
+)
 def test_inputs_that_are_no_tensors(call, name, value):
     refused(call, TypeError, rf"\b{name}\b", "[Tt]ensor", got(value), **{name: value})
 
@@ -373,8 +383,10 @@ def test_inputs_that_are_no_tensors(call, name, value):
 OPTIONAL_TENSORS = [
     (prefill, "g"), (prefill, "beta"), (prefill, "initial_state"), (prefill, "output_state"), (prefill, "output"),
     (raw_prefill, "A_log"), (raw_prefill, "dt_bias"), (slot_prefill, "state_indices"), (slot_prefill, "prefix_lens"),
-    (slot_prefill, "output_state_indices"), (slot_prefill, "checkpoint_state_indices"), (slot_prefill, "state_checkpoints"),
-    (slot_prefill, "checkpoint_cu_starts"), (paged_prefill, "state_pool"), (paged_prefill, "output"), (paged_prefill, "g"),
+    (slot_prefill, "output_state_indices"), (slot_prefill, "checkpoint_state_indices"),
+    (slot_prefill, "state_checkpoints"),
+    (slot_prefill, "checkpoint_cu_starts"), (paged_prefill, "state_pool"), (paged_prefill, "output"),
+    (paged_prefill, "g"),
     (decode, "state"), (decode, "A_log"), (decode, "a"), (decode, "dt_bias"), (decode, "b"), (decode, "output"),
     (decode, "intermediate_states_buffer"), (pool_decode, "initial_state"), (pool_decode, "initial_state_indices"),
     (pool_decode, "output_state_indices"), (paged_decode, "state_pool"), (paged_decode, "output"),
@@ -461,7 +473,9 @@ def test_scalars_are_checked_first(call, name, value, error, words):
 
 @on(*WITH_PAGE_SIZE)
 def test_the_page_size_is_checked_before_tensors(call):
-    refused(call, ValueError, "page_size", page_size=63, page_indptr=torch.zeros(1, 1), cu_seqlens="x", last_page_len=None)
+    refused(
+        call, ValueError, "page_size", page_size=63, page_indptr=torch.zeros(1, 1), cu_seqlens="x", last_page_len=None
+    )
 
 
 def test_max_seqlen_below_the_longest_sequence():
@@ -643,7 +657,9 @@ def test_index_tensors(call, name):
 def test_checkpoint_arguments_that_do_not_go_together():
     refused(slot_prefill, ValueError, "checkpoint_every_n_tokens", "state_checkpoints", state_checkpoints=None)
     refused(slot_prefill, ValueError, "checkpoint_every_n_tokens", "checkpoint_cu_starts", checkpoint_cu_starts=None)
-    refused(prefill, ValueError, "checkpoint_every_n_tokens", "state_checkpoints", state_checkpoints=random_states(3, DIMS))
+    refused(
+        prefill, ValueError, "checkpoint_every_n_tokens", "state_checkpoints", state_checkpoints=random_states(3, DIMS)
+    )
     starts = index([0, 1, 1, 1])
     refused(prefill, ValueError, "checkpoint_every_n_tokens", "checkpoint_cu_starts", checkpoint_cu_starts=starts)
 
@@ -686,7 +702,8 @@ def test_decode_gates(call, name):
 
 FLOATING = {
     prefill: ("q", "k", "v", "g", "beta", "initial_state"), raw_prefill: ("A_log", "dt_bias"),
-    paged_prefill: ("q", "k", "v", "g", "beta", "state_pool"), decode: ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"),
+    paged_prefill: ("q", "k", "v", "g", "beta", "state_pool"),
+    decode: ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state"),
     pool_decode: ("q", "initial_state"), paged_decode: ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state_pool"),
 }  # fmt: skip
 EACH_FLOATING = [(call, name) for call, names in FLOATING.items() for name in names]
@@ -757,7 +774,9 @@ def test_a_backend_that_is_usable_is_not_run_for_a_refused_call():
     try:
         refused(prefill, ValueError, "output", backend="counting", output=torch.zeros(3))
         refused(paged_prefill, ValueError, "last_page_len", backend="counting", last_page_len=torch.zeros(3))
-        refused(pool_decode, ValueError, "output_state_indices", backend="counting", output_state_indices=torch.zeros(3))
+        refused(
+            pool_decode, ValueError, "output_state_indices", backend="counting", output_state_indices=torch.zeros(3)
+        )
         assert not ran
         function, arguments = prefill()
         function(**arguments, backend="counting")

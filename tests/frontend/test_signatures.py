@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-import gdn_multi
 import pytest
 import torch
+
+import gdn_multi
 
 REQUIRED = inspect.Parameter.empty
 
@@ -18,7 +19,8 @@ PREFILL = (
         max_seqlen=None,
     ),
     dict(
-        gate_domain="linear", use_gate_in_kernel=False, A_log=None, dt_bias=None, beta_is_logit=False, cu_seqlens_cpu=None,
+        gate_domain="linear", use_gate_in_kernel=False, A_log=None, dt_bias=None, beta_is_logit=False,
+        cu_seqlens_cpu=None,
         output_state_indices=None, checkpoint_state_indices=None, prefix_lens=None,
     ),
 )  # fmt: skip
@@ -26,7 +28,8 @@ PAGED_PREFILL = (
     dict(q=REQUIRED, k=REQUIRED, v=REQUIRED, g=None, beta=None, scale=None),
     dict(
         cu_seqlens=REQUIRED, state_pool=REQUIRED, page_indices=REQUIRED, page_indptr=REQUIRED, page_size=REQUIRED,
-        last_page_len=REQUIRED, use_qk_l2norm_in_kernel=False, output=None, gate_domain="linear", use_gate_in_kernel=False,
+        last_page_len=REQUIRED, use_qk_l2norm_in_kernel=False, output=None, gate_domain="linear",
+        use_gate_in_kernel=False,
         A_log=None, dt_bias=None, beta_is_logit=False, slots=None, backend="auto",
     ),
 )  # fmt: skip
@@ -44,7 +47,8 @@ PAGED_DECODE = (
         output=None, use_qk_l2norm=True,
     ),
     dict(
-        state_pool=REQUIRED, page_indices=REQUIRED, page_indptr=REQUIRED, last_page_len=REQUIRED, backend="auto", slots=None,
+        state_pool=REQUIRED, page_indices=REQUIRED, page_indptr=REQUIRED, last_page_len=REQUIRED, backend="auto",
+        slots=None,
     ),
 )  # fmt: skip
 PREFILL_SLOTS = (
@@ -111,7 +115,15 @@ def test_code_written_for_flashinfer_runs():
     assert flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose is gated_delta_rule_decode_pretranspose
     q = k = torch.nn.functional.normalize(torch.ones(5, 2, 16), dim=-1)
     out, state = flashinfer.chunk_gated_delta_rule(
-        q, k, torch.ones(5, 4, 16), torch.full((5, 4), 0.9), torch.full((5, 4), 0.5), None, None, True, torch.tensor([0, 5])
+        q,
+        k,
+        torch.ones(5, 4, 16),
+        torch.full((5, 4), 0.9),
+        torch.full((5, 4), 0.5),
+        None,
+        None,
+        True,
+        torch.tensor([0, 5]),
     )
     assert out.shape == (5, 4, 16) and state.shape == (1, 4, 16, 16) and state.dtype == torch.float32
 
