@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Tuple
 from unittest import mock
 
+import cases
 import pytest
 import torch
-
-import cases
 
 
 def conformance_device(config) -> torch.device:
