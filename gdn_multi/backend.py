@@ -6,7 +6,7 @@ belong into the methods below, so that importing gdn_multi stays cheap.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 
@@ -54,6 +54,16 @@ class Backend:
     def page_slots(self, request: SlotsRequest) -> None:
         """Fill ``request.out`` from the page table, in one launch and without a host synchronization."""
         raise NotImplementedError(f"backend {self.name!r} has no page_slots")
+
+    def express_decode(self, request: DecodeRequest) -> Optional[Callable[..., bool]]:
+        """A short way for decode calls like ``request``, which has just been served; None if there is none.
+
+        The result takes the tensors q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, intermediate_states,
+        page_indices, page_indptr, last_page_len and output of a later call, None for those not given. When they agree
+        with the request's in presence, shapes, strides, dtypes and devices it serves the call and returns True; else it
+        does nothing and returns False, and the call goes the ordinary way. Scalars and variables are the request's.
+        """
+        return None
 
     # --- helpers for backends ----------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from .dispatch import serve
+from .dispatch import express_decode, serve
 from .validate import decode_request
 
 
@@ -68,5 +68,16 @@ def gated_delta_rule_decode_pretranspose(
     TypeError, ValueError, NotImplementedError, RuntimeError
         As docs/contract.md lists them. A refused call changes nothing.
     """
+    if (state is None) != (initial_state is None):
+        pool = state if initial_state is None else initial_state
+        write = initial_state_indices if output_state_indices is None else output_state_indices
+        express = express_decode(
+            "gated_delta_rule_decode_pretranspose", (scale, use_qk_l2norm, disable_state_update, backend), output,
+            q, k, v, A_log, a, dt_bias, b, pool, initial_state_indices, write, intermediate_states_buffer, None, None,
+            None,
+        )  # fmt: skip
+        if express is not None:
+            return express, pool
+        del pool, write, express
     request = serve(decode_request, locals())
     return request.output, request.state

@@ -136,6 +136,8 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
         sequence = lanes.repeat(longest)
         index = torch.arange(longest, device=device).repeat_interleave(n)
 
+    if r.num_tokens == 0:
+        steps = []  # upper bounds count chunks of sequences that can only be empty
     begin = prefix[sequence] - lead[sequence] + CHUNK * index  # absolute position of the chunk's first slot
     stop = torch.minimum(begin + CHUNK, (prefix + lengths)[sequence])
     begin = torch.maximum(begin, prefix[sequence])

@@ -241,3 +241,130 @@ def test_like_calls_with_swapped_pools_do_not_mix(counted):
     _, returned = run(initial_state=pools[1])
     assert returned is pools[1] and len(counted) == 1
     assert all(not torch.equal(p, q) for p, q in zip(pools, before))
+
+
+# --- the short way of decode -----------------------------------------------------------------------
+
+
+class Express(gdn_multi.Backend):
+    """Serves decode with the torch backend, and offers a short way that compares the tensors as the interface says."""
+
+    name, priority = "express", 10_000
+
+    def __init__(self):
+        from gdn_multi.registry import registry
+
+        self.torch = registry.get("torch")
+        self.ordinary = self.short = self.refused = 0
+
+    def page_slots(self, request):
+        self.torch.page_slots(request)
+
+    def decode(self, request):
+        self.ordinary += 1
+        self.torch.decode(request)
+
+    @staticmethod
+    def signature(tensors):
+        return [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+
+    def express_decode(self, request):
+        pages = request.pages or PageTable(None, None, None)
+        wanted = self.signature(
+            (
+                request.q, request.k, request.v, request.A_log, request.a, request.dt_bias, request.b, request.state,
+                request.read_rows, request.write_rows, request.intermediate_states, pages.page_indices,
+                pages.page_indptr, pages.last_page_len, request.output,
+            )
+        )  # fmt: skip
+
+        def again(q, k, v, A_log, a, dt_bias, b, state, read, write, steps, indices, indptr, last, output):
+            tensors = (q, k, v, A_log, a, dt_bias, b, state, read, write, steps, indices, indptr, last, output)
+            if self.signature(tensors) != wanted:
+                self.refused += 1
+                return False
+            self.short += 1
+            table = None if indices is None else PageTable(indices, indptr, last)
+            self.torch.decode(
+                dataclasses.replace(
+                    request, q=q, k=k, v=v, A_log=A_log, a=a, dt_bias=dt_bias, b=b, state=state, read_rows=read,
+                    write_rows=write, intermediate_states=steps, pages=table, output=output,
+                )
+            )  # fmt: skip
+            return True
+
+        return again
+
+
+@pytest.fixture
+def express():
+    backend = Express()
+    gdn_multi.register_backend(backend)
+    yield backend
+    gdn_multi.unregister_backend("express")
+
+
+DECODES = {name: case for name, case in CASES.items() if "decode" in name}
+
+
+@pytest.mark.parametrize("case", DECODES)
+def test_the_short_way_gives_what_the_ordinary_way_gives(express, case):
+    function, make = DECODES[case]
+    results = []
+    for way in ("ordinary", "short", "torch"):
+        torch.manual_seed(1)
+        call = make()
+        for name in ("state", "initial_state", "state_pool"):
+            if call.get(name) is not None:
+                call[name].normal_()
+        if way == "torch":
+            call["backend"] = "torch"
+        out = getattr(gdn_multi, function)(**call)
+        out, pool = out if isinstance(out, tuple) else (out, call["state_pool"])
+        assert pool is (call.get("state_pool") if "paged" in case else call["state"] if call.get("state") is not None
+                        else call["initial_state"])  # fmt: skip
+        results.append((out, pool.clone()))
+        assert gdn_multi.last_backend().backend == ("torch" if way == "torch" else "express")
+    assert (express.ordinary, express.short) == (1, 1)
+    for out, pool in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(pool, results[0][1])
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        (dict(scale=float("nan")), ValueError),
+        (dict(scale="1"), TypeError),
+        (dict(use_qk_l2norm=1), TypeError),
+        (dict(backend="nope"), ValueError),
+        (dict(q=None), TypeError),
+        (dict(k=torch.zeros(N, 1, HQ, K, dtype=torch.float16)), ValueError),
+        (dict(state=torch.zeros(N, HV, V, K)), ValueError),
+        (dict(initial_state=torch.zeros(5, HV, V + 1, K)), ValueError),
+        (dict(initial_state_indices=torch.tensor([0.0, 1.0])), ValueError),
+        (dict(output=torch.zeros(N, 1, HV, V + 1)), ValueError),
+        (dict(A_log=[0.0]), TypeError),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else x.__name__,
+)
+def test_the_short_way_refuses_nothing_less(express, changes, error):
+    run()
+    run()
+    assert express.short == 1
+    with pytest.raises(error):
+        run(**changes)
+    assert (express.ordinary, express.short) == (1, 1)
+    with pytest.raises(ValueError, match="requires grad"):
+        run(q=torch.zeros(N, 1, HQ, K, requires_grad=True))
+
+
+def test_the_short_way_follows_the_variables(express, monkeypatch):
+    run()
+    monkeypatch.setenv(env.DECODE_BACKEND, "torch")
+    run()
+    assert gdn_multi.last_backend().backend == "torch" and express.short == 0
+    monkeypatch.setenv(env.DECODE_BACKEND, "express")
+    monkeypatch.setenv(env.CHECK, "1")
+    run()
+    run()
+    assert express.short == 0, "GDN_MULTI_CHECK looks at every call"
