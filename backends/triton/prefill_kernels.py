@@ -1,0 +1,508 @@
+"""The prefill kernels.
+
+One chunk is 64 tokens at absolute positions 64 j .. 64 j + 63 of its sequence. For a chunk and a state head, with
+``gamma_t`` the decay from the chunk's start to the end of token t, and ``D[t, s] = gamma_t / gamma_s`` for s <= t,
+else 0:
+
+    T = (I + tril(diag(beta) (K K^T * D), -1))^-1 diag(beta)        [64, 64]
+    P = scale * tril(Q K^T * D)                                     [64, 64]
+
+and with S the state [V, K] before the chunk, everything transposed so that the left operand of each product comes from
+registers and the right one is a tile as it lies in memory:
+
+    U^T = (V^T - gamma * (S K^T)) T^T                               [V, 64]
+    O^T = scale * gamma * (S Q^T) + U^T P^T                         [V, 64]
+    S  := gamma_63 * S + (U^T * gamma_63 / gamma) K                 [V, K]
+
+``prepare`` makes T, P and the decays of every chunk, all chunks at once; it also applies the L2 norm. ``recur`` walks
+along the chunks of a sequence, each program with a block of rows of one head's state. A long sequence can be cut into
+segments of chunks: ``recur`` then first finds each segment's end state from a zero start, and its transition (the
+[K, K] matrix M with S_end = S_start M + S_local: the same recurrence over K more rows that start as the identity and
+have v = 0); ``scan`` turns these into the true start of every segment; ``recur`` runs again from there.
+
+Work areas are indexed by slots. Sequence i owns the chunk slots from ``(cu[i] - cu[0]) // 64 + EXTRA * i`` on, which
+needs nothing from the host but bounds: chunks that are cut at both ends make at most two slots more than tokens / 64.
+Segments likewise.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import LOG2_ZERO, inverse_norm, log2_decay, sigmoid, to_state
+
+CHUNK = tl.constexpr(64)
+
+#: How prefix lengths reach a kernel.
+NO_PREFIX = tl.constexpr(0)
+PREFIX_LENS = tl.constexpr(1)  # ``prefixes`` holds them
+PAGES = tl.constexpr(2)  # ``prefixes`` is page_indptr, ``last_page_len`` is given
+
+#: What a run of ``recur`` is for.
+WHOLE = tl.constexpr(0)  # sequences in one piece
+LOCAL = tl.constexpr(1)  # segments from zero, with their transitions
+FINAL = tl.constexpr(2)  # segments from their true start
+
+
+_COUNTS = [
+    "num_tokens", "num_seqs", "num_heads", "q_group", "k_group", "v_group", "page_size", "checkpoint_every",
+    "segment_chunks", "g_stride_t", "g_stride_h", "beta_stride_t", "beta_stride_h",
+]  # fmt: skip
+_INDICES = [
+    "g", "beta", "A_log", "dt_bias", "cu_seqlens", "prefixes", "last_page_len", "read_rows", "write_rows",
+    "checkpoint_starts", "checkpoint_rows",
+]  # fmt: skip
+
+
+def _kernel(function):
+    """``triton.jit`` that compiles nothing again for another batch: counts and index tensors are not specialised on."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(
+        do_not_specialize=[name for name in _COUNTS if name in names],
+        do_not_specialize_on_alignment=[name for name in _INDICES if name in names],
+    )(function)
+
+
+# --- where things are ----------------------------------------------------------------------------
+
+
+@triton.jit
+def _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX: tl.constexpr):
+    """(first token, token after the last one, tokens before this call) of sequence i, in int64."""
+    begin = tl.load(cu_seqlens + i).to(tl.int64)
+    end = tl.load(cu_seqlens + i + 1).to(tl.int64)
+    prefix = begin * 0
+    if PREFIX == PREFIX_LENS:
+        prefix = tl.load(prefixes + i).to(tl.int64)
+    if PREFIX == PAGES:
+        pages = (tl.load(prefixes + i + 1) - tl.load(prefixes + i)).to(tl.int64)
+        prefix = (pages - 1) * page_size + tl.load(last_page_len + i).to(tl.int64) - (end - begin)
+    return begin, end, prefix
+
+
+@triton.jit
+def _first_slot(begin, first_token, i, slot_tokens, EXTRA: tl.constexpr):
+    return (begin - first_token) // slot_tokens + EXTRA * i
+
+
+@triton.jit
+def _sequence_of_slot(slot, cu_seqlens, num_seqs, slot_tokens, EXTRA: tl.constexpr):
+    """The last sequence whose first slot is not after ``slot``."""
+    BLOCK: tl.constexpr = 128
+    first_token = tl.load(cu_seqlens).to(tl.int64)
+    found = 0
+    for i0 in range(0, num_seqs, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        begin = tl.load(cu_seqlens + i, mask=i < num_seqs, other=0).to(tl.int64)
+        before = (i < num_seqs) & (_first_slot(begin, first_token, i, slot_tokens, EXTRA) <= slot)
+        found += tl.sum(before.to(tl.int32), axis=0)
+    return found - 1
+
+
+# --- T, P and the decays -------------------------------------------------------------------------
+
+
+@triton.jit
+def _dot(a, b, c, PRECISION: tl.constexpr):
+    """c + a b of float32 tensors: with float16 operands, or with the input precision of that name."""
+    if PRECISION == "fp16":
+        return tl.dot(a.to(tl.float16), b.to(tl.float16), c)
+    else:
+        return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def _unit_lower_inverse(L, PRECISION: tl.constexpr):
+    """The inverse X of I + L for a strictly lower triangular L [64, 64].
+
+    Inverses of diagonal blocks of b rows give those of 2 b rows: the inverse of [[A, 0], [B, C]] is
+    [[A^-1, 0], [-C^-1 B A^-1, C^-1]], which is X - X B X with the blocks A^-1 and C^-1 on the diagonal of X. Unlike a
+    product of powers of L this stays accurate when neighbouring keys are alike and the powers are huge.
+    """
+    # Up to 16 rows: the four diagonal blocks at once, a warp each.
+    blocks = tl.reshape(L, (4, 16, 4, 16))
+    on_diagonal = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
+    own = tl.sum(tl.where(on_diagonal, blocks, 0.0), axis=2)
+    row = tl.arange(0, 16)[None, :, None]
+    col = tl.arange(0, 16)[None, None, :]
+    zero = tl.zeros((4, 16, 16), tl.float32)
+    X = tl.where(row == col, 1.0, tl.where(row // 2 == col // 2, -own, 0.0))
+    for level in tl.static_range(1, 4):
+        below = (row >> (level + 1) == col >> (level + 1)) & (row >> level > col >> level)
+        X = _dot(-X, _dot(tl.where(below, own, 0.0), X, zero, PRECISION), X, PRECISION)
+    X = tl.reshape(tl.where(on_diagonal, tl.reshape(X, (4, 16, 1, 16)), 0.0), (64, 64))
+    # 32 and 64 rows.
+    zero = tl.zeros((64, 64), tl.float32)
+    row = tl.arange(0, 64)[:, None]
+    col = tl.arange(0, 64)[None, :]
+    for level in tl.static_range(4, 6):
+        below = (row >> (level + 1) == col >> (level + 1)) & (row >> level > col >> level)
+        X = _dot(-X, _dot(tl.where(below, L, 0.0), X, zero, PRECISION), X, PRECISION)
+    return X
+
+
+@_kernel
+def prepare(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, prefixes, last_page_len,
+    records, q_normed, k_normed, output,
+    q_stride_t: tl.int64, q_stride_h: tl.int64, k_stride_t: tl.int64, k_stride_h: tl.int64,
+    g_stride_t: tl.int64, g_stride_h: tl.int64, beta_stride_t: tl.int64, beta_stride_h: tl.int64,
+    o_stride_t: tl.int64, o_stride_h: tl.int64,
+    num_tokens: tl.int32, num_seqs: tl.int32, num_heads: tl.int32, q_group: tl.int32, k_group: tl.int32,
+    page_size: tl.int32, scale: tl.float32,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, PREFIX: tl.constexpr,
+    ZERO_OUTSIDE: tl.constexpr, EXTRA: tl.constexpr, RECORD: tl.constexpr,
+    DOT: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Records of one chunk for HEADS state heads that share a q and a k head. Grid: slots x head blocks.
+
+    A record is T and P [64, 64] in q's dtype, then gamma and gamma_63 / gamma [64] in float32.
+    BETA is "none", "plain" or "logit". DOT and INVERSE are the input precisions of float32 products.
+    """
+    head_blocks = num_heads // HEADS
+    pid = tl.program_id(0)
+    slot = pid // head_blocks
+    first_head = (pid % head_blocks) * HEADS
+    dtype = q.dtype.element_ty
+    r = tl.arange(0, CHUNK)
+
+    if ZERO_OUTSIDE:
+        # Tokens of no sequence; every token of [0, num_tokens) has a slot here. There are none in most calls.
+        t = slot.to(tl.int64) * CHUNK + r
+        covered = (t >= tl.load(cu_seqlens).to(tl.int64)) & (t < tl.load(cu_seqlens + num_seqs).to(tl.int64))
+        bare = (t < num_tokens) & (covered == 0)
+        if tl.sum(bare.to(tl.int32), axis=0) > 0:
+            for bare_head in range(first_head, first_head + HEADS):
+                for v0 in range(0, V, BLOCK_V):
+                    d = v0 + tl.arange(0, BLOCK_V)
+                    at = output + t[:, None] * o_stride_t + bare_head * o_stride_h + d[None, :]
+                    tl.store(at, tl.zeros((CHUNK, BLOCK_V), dtype), mask=bare[:, None] & (d < V)[None, :])
+
+    i = _sequence_of_slot(slot, cu_seqlens, num_seqs, CHUNK, EXTRA)
+    begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
+    chunk = slot - _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, CHUNK, EXTRA)
+    first = begin - prefix % CHUNK + chunk * CHUNK
+    if (first >= end) | (begin == end):
+        return
+    # Rows of the chunk that hold tokens of the sequence: [low, high).
+    low = tl.maximum(begin - first, 0).to(tl.int32)
+    high = tl.minimum(end - first, CHUNK).to(tl.int32)
+    inside = (r >= low) & (r < high)
+
+    d = tl.arange(0, BLOCK_K)
+    mask = inside[:, None]
+    if K != BLOCK_K:
+        mask = mask & (d < K)[None, :]
+    k_head = (first_head // k_group).to(tl.int64)
+    q_head = (first_head // q_group).to(tl.int64)
+    t = first + r
+    tile_k = tl.load(k + t[:, None] * k_stride_t + k_head * k_stride_h + d[None, :], mask=mask, other=0.0)
+    tile_q = tl.load(q + t[:, None] * q_stride_t + q_head * q_stride_h + d[None, :], mask=mask, other=0.0)
+    if L2NORM:
+        wide_k = tile_k.to(tl.float32)
+        wide_q = tile_q.to(tl.float32)
+        tile_k = (wide_k * inverse_norm(wide_k, 1)[:, None]).to(dtype)
+        tile_q = (wide_q * inverse_norm(wide_q, 1)[:, None]).to(dtype)
+        if first_head % k_group == 0:
+            step = num_heads // k_group * K
+            tl.store(k_normed + t[:, None] * step + k_head * K + d[None, :], tile_k, mask=mask)
+        if first_head % q_group == 0:
+            step = num_heads // q_group * K
+            tl.store(q_normed + t[:, None] * step + q_head * K + d[None, :], tile_q, mask=mask)
+    keys = tl.trans(tile_k)
+    kk = tl.dot(tile_k, keys, input_precision=DOT)
+    qk = tl.dot(tile_q, keys, input_precision=DOT)
+
+    row = r[:, None]
+    col = r[None, :]
+    for j in tl.static_range(HEADS):
+        h = first_head + j
+        record = records + (slot.to(tl.int64) * num_heads + h) * RECORD
+        T_out = record.to(tl.pointer_type(dtype), bitcast=True)
+        P_out = T_out + CHUNK * CHUNK
+        vectors = (P_out + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
+
+        lower = row >= col
+        kd = kk
+        qd = qk
+        if GATE == "none":
+            tl.store(vectors + r, tl.full((CHUNK,), 1.0, tl.float32))
+            tl.store(vectors + CHUNK + r, tl.full((CHUNK,), 1.0, tl.float32))
+        else:
+            gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=inside, other=0.0).to(tl.float32)
+            a = 0.0
+            bias = 0.0
+            if GATE == "raw":
+                a = tl.load(A_log + h).to(tl.float32)
+                bias = tl.load(dt_bias + h).to(tl.float32)
+            decay = tl.where(inside, log2_decay(gate, a, bias, GATE), 0.0)
+            # A decay to zero is counted rather than summed: the others keep their precision, and 0 - 0 is no NaN.
+            stop = decay <= LOG2_ZERO
+            decay = tl.cumsum(tl.where(stop, 0.0, decay), axis=0)
+            stops = tl.cumsum(stop.to(tl.int32), axis=0)
+            last = tl.sum(tl.where(r == CHUNK - 1, decay, 0.0), axis=0)
+            last_stops = tl.sum(tl.where(r == CHUNK - 1, stops, 0), axis=0)
+            tl.store(vectors + r, tl.where(stops == 0, tl.exp2(decay), 0.0))
+            tl.store(vectors + CHUNK + r, tl.where(stops == last_stops, tl.exp2(last - decay), 0.0))
+            lower = lower & (stops[:, None] == stops[None, :])
+            D = tl.exp2(decay[:, None] - decay[None, :])
+            kd = kk * D
+            qd = qk * D
+        tl.store(P_out + row * CHUNK + col, tl.where(lower, qd * scale, 0.0).to(dtype))
+
+        if BETA == "none":
+            b = tl.where(inside, 1.0, 0.0)
+        else:
+            b = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=inside, other=0.0)
+            if BETA == "logit":
+                b = sigmoid(b.to(tl.float32)).to(beta.dtype.element_ty)
+            b = tl.where(inside, b.to(tl.float32), 0.0)
+        X = _unit_lower_inverse(tl.where(lower & (row != col), kd * b[:, None], 0.0), INVERSE)
+        tl.store(T_out + row * CHUNK + col, (X * b[None, :]).to(dtype))
+
+
+# --- along the sequence --------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_state(
+    S, states, row, stride_r, stride_h, stride_v, head, rows, limit,
+    K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of a state head, 32 columns at a time: inside the loop over chunks a larger piece would need registers and
+    shared memory that the loop's own tiles want."""
+    WIDTH: tl.constexpr = 32 if BLOCK_K > 32 else BLOCK_K
+    PIECES: tl.constexpr = BLOCK_K // WIDTH
+    states += row * stride_r + head * stride_h
+    at = rows[:, None].to(tl.int64) * stride_v + tl.arange(0, WIDTH)[None, :]
+    pieces = tl.reshape(S, (BLOCK_V, PIECES, WIDTH))
+    which = tl.arange(0, PIECES)[None, :, None]
+    for piece in tl.static_range(PIECES):
+        x = tl.sum(tl.where(which == piece, pieces, 0.0), axis=1)
+        mask = (rows < limit)[:, None]
+        if K != BLOCK_K:
+            mask = mask & (piece * WIDTH + tl.arange(0, WIDTH) < K)[None, :]
+        tl.store(states + piece * WIDTH + at, to_state(x, states.dtype.element_ty), mask=mask)
+
+
+@_kernel
+def recur(
+    q, k, v, records, output, segments,
+    initial, read_rows, final, write_rows, checkpoints, checkpoint_starts, checkpoint_rows,
+    cu_seqlens, prefixes, last_page_len,
+    q_stride_h: tl.int64, k_stride_h: tl.int64, v_stride_h: tl.int64, o_stride_h: tl.int64,
+    initial_stride_r: tl.int64, initial_stride_h: tl.int64, initial_stride_v: tl.int64,
+    final_stride_r: tl.int64, final_stride_h: tl.int64, final_stride_v: tl.int64,
+    checkpoint_stride_r: tl.int64, checkpoint_stride_h: tl.int64, checkpoint_stride_v: tl.int64,
+    num_seqs: tl.int32, num_heads: tl.int32, q_group: tl.int32, k_group: tl.int32, v_group: tl.int32,
+    page_size: tl.int32, checkpoint_every: tl.int32, segment_chunks: tl.int32, scale: tl.float32,
+    Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, O_STRIDE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PART: tl.constexpr, PREFIX: tl.constexpr, EXTRA: tl.constexpr, RECORD: tl.constexpr,
+    INITIAL: tl.constexpr, READ_ROWS: tl.constexpr, FINAL_STATE: tl.constexpr, WRITE_ROWS: tl.constexpr,
+    FILL_EMPTY: tl.constexpr, CHECKPOINTS: tl.constexpr, CHECKPOINT_ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V rows of one head's state along a sequence (or a segment of it).
+
+    The token strides of q, k, v and the output are constants, so that a tile's addresses are one address and offsets
+    known to the compiler; they depend on the model, not on the batch.
+
+    Grid: sequences (or segment slots) x heads x row blocks; LOCAL has the row blocks of V and then those of K.
+    ``segments`` is [slots, heads, V + K, K] in float32: in slot j of a sequence the state before its segment j, and the
+    transition of segment j - 1. For PAGES, ``checkpoint_rows`` is page_indices, and all rows follow from the table.
+    """
+    V_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    K_BLOCKS: tl.constexpr = (K + BLOCK_V - 1) // BLOCK_V if PART == LOCAL else 0
+    pid = tl.program_id(0)
+    block = pid % (V_BLOCKS + K_BLOCKS)
+    pid = pid // (V_BLOCKS + K_BLOCKS)
+    h = (pid % num_heads).to(tl.int64)
+    place = pid // num_heads
+
+    if PART == WHOLE:
+        i = place
+    else:
+        i = _sequence_of_slot(place, cu_seqlens, num_seqs, segment_chunks * CHUNK, EXTRA)
+    begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
+    first_token = tl.load(cu_seqlens).to(tl.int64)
+    shift = (prefix % CHUNK).to(tl.int32)
+    length = (end - begin).to(tl.int32)
+    num_chunks = tl.where(length > 0, (length + shift + CHUNK - 1) // CHUNK, 0)
+    from_chunk = 0
+    to_chunk = num_chunks
+    segment = 0
+    if PART != WHOLE:
+        segment = (place - _first_slot(begin, first_token, i, segment_chunks * CHUNK, EXTRA)).to(tl.int32)
+        from_chunk = segment * segment_chunks
+        to_chunk = tl.minimum(from_chunk + segment_chunks, num_chunks)
+        if (from_chunk >= num_chunks) & (segment > 0):
+            return
+    is_last = to_chunk == num_chunks
+
+    # Rows of this program: of the state, or of the transition, which lies below it in ``segments``.
+    d = tl.arange(0, BLOCK_K)
+    is_transition = block >= V_BLOCKS
+    if PART == LOCAL:
+        rows = (block - tl.where(is_transition, V_BLOCKS, 0)) * BLOCK_V + tl.arange(0, BLOCK_V)
+        limit = tl.where(is_transition, K, V)
+        v_limit = tl.where(is_transition, 0, V)  # the tokens of a transition have v = 0
+        if is_transition & ((segment == 0) | is_last):
+            return
+    else:
+        rows = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        limit = V
+        v_limit = V
+    wide_rows = rows.to(tl.int64)
+    state_mask = (rows < limit)[:, None] & (d < K)[None, :]
+    segment_head = (place.to(tl.int64) * num_heads + h) * (V + K)
+
+    S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    from_initial = segment == 0
+    if PART == FINAL:
+        S = tl.load(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], mask=state_mask, other=0.0)
+        from_initial = False
+    if PART == LOCAL:
+        if is_transition:
+            S = tl.where(rows[:, None] == d[None, :], 1.0, 0.0)
+    if INITIAL:
+        if from_initial:
+            row = i.to(tl.int64)
+            if PREFIX == PAGES:
+                row = tl.load(prefixes + i).to(tl.int64) + (prefix + page_size - 1) // page_size - 1
+                row = tl.load(checkpoint_rows + row, mask=prefix > 0, other=-1).to(tl.int64)
+            elif READ_ROWS:
+                row = tl.load(read_rows + i).to(tl.int64)
+            at = initial + row * initial_stride_r + h * initial_stride_h
+            at += wide_rows[:, None] * initial_stride_v + d[None, :]
+            if row >= 0:
+                S = tl.load(at, mask=state_mask, other=0.0).to(tl.float32)
+    if PART == LOCAL:
+        if segment == 0:
+            tl.store(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], S, mask=state_mask)
+        if is_last:
+            return
+
+    # The entry of the next checkpoint and the chunk that it follows.
+    checkpoint = begin * 0
+    checkpoint_chunk = 0
+    checkpoint_chunks = checkpoint_every // CHUNK
+    if CHECKPOINTS:
+        chunks_before = (prefix // CHUNK).to(tl.int32)
+        passed = (chunks_before + from_chunk) // checkpoint_chunks
+        checkpoint_chunk = (passed + 1) * checkpoint_chunks - chunks_before - 1
+        if PREFIX == PAGES:
+            checkpoint = tl.load(prefixes + i).to(tl.int64) + passed
+        else:
+            checkpoint = tl.load(checkpoint_starts + i).to(tl.int64) + passed - chunks_before // checkpoint_chunks
+
+    dtype = q.dtype.element_ty
+    r = tl.arange(0, CHUNK)
+    first_slot = _first_slot(begin, first_token, i, CHUNK, EXTRA)
+    record = records + (first_slot * num_heads + h) * RECORD
+    record_step = num_heads.to(tl.int64) * RECORD
+    q += (h // q_group) * q_stride_h
+    k += (h // k_group) * k_stride_h
+    v += (h // v_group) * v_stride_h
+    output += h * o_stride_h
+    for chunk in range(from_chunk, to_chunk):
+        offset = chunk * CHUNK - shift
+        first = begin + offset
+        inside = (r >= -offset) & (r < length - offset)
+        mask = inside[:, None]
+        if K != BLOCK_K:
+            mask = mask & (d < K)[None, :]
+        mask_v = inside[None, :] & (rows < v_limit)[:, None]
+        T_at = (record + chunk * record_step).to(tl.pointer_type(dtype), bitcast=True)
+        P_at = T_at + CHUNK * CHUNK
+        vectors = (P_at + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
+        tile_k = tl.load(k + first * K_STRIDE + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0)
+        tile_v = tl.load(v + first * V_STRIDE + (r[None, :] * V_STRIDE + rows[:, None]), mask=mask_v, other=0.0)
+        tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
+        gamma = tl.load(vectors + r)[None, :]
+        rest = tl.load(vectors + CHUNK + r)[None, :]
+        decay = tl.load(vectors + CHUNK - 1)
+
+        S_low = S.to(dtype)
+        X = tl.dot(S_low, tl.trans(tile_k), input_precision=DOT)
+        R = (tile_v.to(tl.float32) - gamma * X).to(dtype)
+        U = tl.dot(R, tl.trans(tile_T), input_precision=DOT)
+        if PART != LOCAL:
+            tile_q = tl.load(q + first * Q_STRIDE + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0)
+            tile_P = tl.load(P_at + r[:, None] * CHUNK + r[None, :])
+            O = tl.dot(S_low, tl.trans(tile_q), input_precision=DOT) * (gamma * scale)
+            O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
+            tl.store(output + first * O_STRIDE + (r[None, :] * O_STRIDE + rows[:, None]), O.to(dtype), mask=mask_v)
+        S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
+
+        if CHECKPOINTS and PART != LOCAL:
+            if chunk == checkpoint_chunk:
+                if offset + CHUNK <= length:
+                    row = checkpoint
+                    if PREFIX == PAGES or CHECKPOINT_ROWS:
+                        row = tl.load(checkpoint_rows + row).to(tl.int64)
+                    if row >= 0:
+                        _store_state(
+                            S, checkpoints, row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
+                            h, rows, limit, K, BLOCK_V, BLOCK_K,
+                        )  # fmt: skip
+                checkpoint += 1
+                checkpoint_chunk += checkpoint_chunks
+
+    if PART == LOCAL:
+        at = segment_head + num_heads.to(tl.int64) * (V + K) + tl.where(is_transition, V, 0) + wide_rows
+        tl.store(segments + at[:, None] * K + d[None, :], S, mask=state_mask)
+    elif FINAL_STATE:
+        row = i.to(tl.int64)
+        store = is_last
+        if PREFIX == PAGES:
+            total = prefix + length
+            store = store & (length > 0) & (total % page_size != 0)
+            row = tl.load(prefixes + i + 1).to(tl.int64) - 1
+            row = tl.load(checkpoint_rows + row, mask=store, other=-1).to(tl.int64)
+        else:
+            if FILL_EMPTY == 0:
+                store = store & (length > 0)
+            if WRITE_ROWS:
+                row = tl.load(write_rows + i).to(tl.int64)
+        if store & (row >= 0):
+            _store_state(
+                S, final, row, final_stride_r, final_stride_h, final_stride_v, h, rows, limit, K, BLOCK_V, BLOCK_K
+            )
+
+
+@_kernel
+def scan(
+    segments, cu_seqlens, prefixes, last_page_len,
+    num_heads: tl.int32, page_size: tl.int32, segment_chunks: tl.int32,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PREFIX: tl.constexpr, EXTRA: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """S_j = S_{j-1} M_j + S_j over the segments of a sequence, in place. Grid: sequences x heads x row blocks."""
+    V_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    rows = (pid % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    pid = pid // V_BLOCKS
+    h = (pid % num_heads).to(tl.int64)
+    i = pid // num_heads
+    begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
+    if begin == end:
+        return
+    slot = _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, segment_chunks * CHUNK, EXTRA)
+    num_chunks = ((end - begin + prefix % CHUNK + CHUNK - 1) // CHUNK).to(tl.int32)
+    num_segments = (num_chunks + segment_chunks - 1) // segment_chunks
+
+    if num_segments <= 2:
+        return
+
+    d = tl.arange(0, BLOCK_K)
+    state_mask = (rows < V)[:, None] & (d < K)[None, :]
+    square_mask = (d < K)[:, None] & (d < K)[None, :]
+    step = num_heads.to(tl.int64) * (V + K) * K
+    state = segments + (slot * num_heads + h) * (V + K) * K + rows[:, None] * K + d[None, :]
+    transition = segments + ((slot * num_heads + h) * (V + K) + V) * K + d[:, None] * K + d[None, :]
+    S = tl.load(state + step, mask=state_mask, other=0.0)
+    for j in range(2, num_segments):
+        M = tl.load(transition + j * step, mask=square_mask, other=0.0)
+        S = tl.dot(S, M, tl.load(state + j * step, mask=state_mask, other=0.0), input_precision=DOT)
+        tl.store(state + j * step, S, mask=state_mask)
