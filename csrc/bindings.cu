@@ -1,0 +1,454 @@
+// The doors to Python, and the only file that knows TVM FFI: tensors in, plain records out. Host code only.
+//
+// The front end has checked a call's meaning; what is checked here is what the kernels rely on without looking, so that
+// a wrong call through another door is a ValueError and not a fault on the device.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include <algorithm>
+#include <array>
+
+#include "common/params.h"
+
+namespace gdn {
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+using MaybeTensor = Optional<TensorView>;
+
+#define GDN_REQUIRE(condition) \
+  if (!(condition)) TVM_FFI_THROW(ValueError)
+
+// --- one tensor ------------------------------------------------------------------------------------------------------
+
+std::string text(DLDataType dtype) { return tvm::ffi::DLDataTypeToString(dtype); }
+
+bool is(const TensorView& x, int code, int bits) { return x.dtype().code == code && x.dtype().bits == bits && x.dtype().lanes == 1; }
+
+DType dtype_of(const TensorView& x, const char* name) {
+  if (is(x, kDLFloat, 32)) return DType::f32;
+  if (is(x, kDLBfloat, 16)) return DType::bf16;
+  if (is(x, kDLFloat, 16)) return DType::f16;
+  if (is(x, kDLFloat8_e4m3fn, 8)) return DType::e4m3;
+  if (is(x, kDLFloat8_e5m2, 8)) return DType::e5m2;
+  TVM_FFI_THROW(ValueError) << name << " has dtype " << text(x.dtype()) << ", which the CUDA kernels do not know";
+}
+
+int size_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::bf16 || dtype == DType::f16 ? 2 : 1; }
+
+DType float_of(const TensorView& x, const char* name) {
+  const DType dtype = dtype_of(x, name);
+  GDN_REQUIRE(size_of(dtype) > 1) << name << " must be float32, bfloat16 or float16, got " << text(x.dtype());
+  return dtype;
+}
+
+DType input_of(const TensorView& x, const char* name) {
+  const DType dtype = dtype_of(x, name);
+  GDN_REQUIRE(dtype == DType::bf16 || dtype == DType::f16)
+      << name << " must be bfloat16 or float16 for the CUDA kernels, got " << text(x.dtype());
+  return dtype;
+}
+
+void* data_of(const TensorView& x) { return static_cast<char*>(x.data_ptr()) + x.byte_offset(); }
+
+// Call-wide facts, for one message everywhere.
+struct Call {
+  DLDevice device;
+
+  explicit Call(const TensorView& x, const char* name) : device(x.device()) {
+#ifndef GDN_EMULATE
+    GDN_REQUIRE(device.device_type == kDLCUDA)
+#else
+    GDN_REQUIRE(device.device_type == kDLCPU)
+#endif
+        << name << " must be on a CUDA device, got device type " << device.device_type;
+  }
+
+  void same_device(const TensorView& x, const char* name) const {
+    GDN_REQUIRE(x.device().device_type == device.device_type && x.device().device_id == device.device_id)
+        << name << " must be on the device of the call, cuda:" << device.device_id << ", got device type "
+        << x.device().device_type << ", number " << x.device().device_id;
+  }
+
+  void dims(const TensorView& x, const char* name, int ndim) const {
+    same_device(x, name);
+    GDN_REQUIRE(x.ndim() == ndim) << name << " must have " << ndim << " dimensions, got " << x.ndim();
+  }
+
+  void shape(const TensorView& x, const char* name, std::initializer_list<int64_t> sizes) const {
+    dims(x, name, int(sizes.size()));
+    int i = 0;
+    for (int64_t size : sizes) {
+      GDN_REQUIRE(size < 0 || x.size(i) == size) << name << " must have size " << size << " in dimension " << i << ", got " << x.size(i);
+      i++;
+    }
+  }
+
+  void dense_last(const TensorView& x, const char* name) const {
+    GDN_REQUIRE(x.stride(-1) == 1 || x.size(-1) <= 1) << name << " must be contiguous in its last dimension, got stride " << x.stride(-1);
+  }
+
+  Index index(const MaybeTensor& maybe, const char* name, int64_t at_least) const {
+    if (!maybe.has_value()) return {nullptr, false};
+    const TensorView x = *maybe;
+    dims(x, name, 1);
+    const bool wide = is(x, kDLInt, 64);
+    GDN_REQUIRE(wide || is(x, kDLInt, 32)) << name << " must be int32 or int64, got " << text(x.dtype());
+    GDN_REQUIRE(x.size(0) >= at_least) << name << " must have at least " << at_least << " entries, got " << x.size(0);
+    GDN_REQUIRE(x.size(0) <= 1 || x.stride(0) == 1) << name << " must be contiguous, got stride " << x.stride(0);
+    // Never null for a tensor that is given, even one without entries: null says "not given".
+    void* data = data_of(x);
+    return {data != nullptr ? data : reinterpret_cast<void*>(alignof(int64_t)), wide};
+  }
+
+  PageTable pages(const MaybeTensor& indices, const MaybeTensor& indptr, const MaybeTensor& last_len, int64_t page_size,
+                  int64_t num_seqs) const {
+    if (!indices.has_value()) return {};
+    GDN_REQUIRE(indptr.has_value() && last_len.has_value()) << "page_indices needs page_indptr and last_page_len";
+    return {index(indices, "page_indices", 0), index(indptr, "page_indptr", num_seqs + 1),
+            index(last_len, "last_page_len", num_seqs), page_size};
+  }
+
+  // [rows, heads, V, K]
+  States states(const MaybeTensor& maybe, const char* name, int64_t heads, int64_t v, int64_t k) const {
+    if (!maybe.has_value()) return {};
+    const TensorView x = *maybe;
+    shape(x, name, {-1, heads, v, k});
+    dense_last(x, name);
+    States states{data_of(x), x.stride(0), x.stride(1), x.stride(2), dtype_of(x, name), false};
+    const int64_t size = size_of(states.dtype);
+    states.aligned = (reinterpret_cast<uintptr_t>(states.data) | uintptr_t(states.row * size) | uintptr_t(states.head * size) |
+                      uintptr_t(states.v * size)) % 16 == 0;
+    return states;
+  }
+
+  cudaStream_t stream() const {
+    return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  }
+};
+
+bool every_head_aligned(const TensorView& x, const Strides3& stride, int bytes) {
+  const auto size = uintptr_t(x.dtype().bits / 8);
+  return (reinterpret_cast<uintptr_t>(data_of(x)) | uintptr_t(stride.batch) * size | uintptr_t(stride.token) * size |
+          uintptr_t(stride.head) * size) % bytes == 0;
+}
+
+// [B, T, heads, ...]; a dimension of one element may claim any stride, which is then of no account.
+Strides3 batched(const TensorView& x) {
+  const auto stride = [&](int i) { return x.size(i) > 1 ? x.stride(i) : 0; };
+  return {stride(0), stride(1), stride(2)};
+}
+// [T, heads, ...]
+Strides3 packed(const TensorView& x) {
+  const auto stride = [&](int i) { return x.size(i) > 1 ? x.stride(i) : 0; };
+  return {0, stride(0), stride(1)};
+}
+
+// Launches go to the current device; make it the call's, and put it back.
+struct DeviceGuard {
+  int before = 0, now;
+  explicit DeviceGuard(int device) : now(device) {
+    check(cudaGetDevice(&before), "cudaGetDevice");
+    if (before != now) check(cudaSetDevice(now), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (before != now) cudaSetDevice(before);
+  }
+};
+
+template <class Function>
+void guarded(Function&& function) {
+  try {
+    function();
+  } catch (const CudaError& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+}
+
+int32_t narrow(int64_t x, const char* name) {
+  GDN_REQUIRE(x >= 0 && x <= INT32_MAX) << name << " is " << x << ", beyond what a launch can address";
+  return int32_t(x);
+}
+
+bool head_size_served(int64_t size) { return size == 64 || size == 128; }
+
+// --- decode ------------------------------------------------------------------------------------------------------------
+
+DecodeParams decode_params(const Call& call, TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a,
+                           TensorView dt_bias, TensorView b, TensorView state, MaybeTensor read_rows, MaybeTensor write_rows,
+                           MaybeTensor steps, MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len,
+                           TensorView output, double scale, bool l2norm, bool update_state) {
+  call.dims(q, "q", 4);
+  call.dims(v, "v", 4);
+  const int64_t B = q.size(0), T = q.size(1), H = q.size(2), K = q.size(3), HV = v.size(2), V = v.size(3);
+  GDN_REQUIRE(head_size_served(K) && head_size_served(V)) << "the CUDA kernels serve head sizes 64 and 128, got K = " << K << " and V = " << V;
+  GDN_REQUIRE(H > 0 && HV % H == 0) << "the heads of v must be a multiple of those of q, got " << HV << " and " << H;
+  call.shape(k, "k", {B, T, H, K});
+  call.shape(v, "v", {B, T, HV, V});
+  call.shape(output, "output", {B, T, HV, V});
+  call.shape(a, "a", {B, T, HV});
+  call.shape(b, "b", {B, T, HV});
+  call.shape(A_log, "A_log", {HV});
+  call.shape(dt_bias, "dt_bias", {HV});
+  DecodeParams p{};
+  p.dtype = input_of(q, "q");
+  for (const auto& [x, name] : {std::pair<const TensorView&, const char*>{k, "k"}, {v, "v"}, {output, "output"}})
+    GDN_REQUIRE(dtype_of(x, name) == p.dtype) << name << " must have q's dtype, got " << text(x.dtype());
+  for (const auto& [x, name] : {std::pair<const TensorView&, const char*>{q, "q"}, {k, "k"}, {v, "v"}, {output, "output"}})
+    call.dense_last(x, name);
+  GDN_REQUIRE((HV <= 1 || A_log.stride(0) == 1) && (HV <= 1 || dt_bias.stride(0) == 1)) << "A_log and dt_bias must be contiguous";
+  p.q = data_of(q), p.k = data_of(k), p.v = data_of(v), p.a = data_of(a), p.b = data_of(b);
+  p.A_log = data_of(A_log), p.dt_bias = data_of(dt_bias), p.output = data_of(output);
+  p.q_stride = batched(q), p.k_stride = batched(k), p.v_stride = batched(v), p.a_stride = batched(a);
+  p.b_stride = batched(b), p.output_stride = batched(output);
+  p.a_dtype = float_of(a, "a"), p.b_dtype = float_of(b, "b");
+  p.A_log_dtype = float_of(A_log, "A_log"), p.dt_bias_dtype = float_of(dt_bias, "dt_bias");
+  p.qk_aligned = every_head_aligned(q, p.q_stride, 16) && every_head_aligned(k, p.k_stride, 16);
+  p.state = call.states(state, "state", HV, V, K);
+  GDN_REQUIRE(size_of(p.state.dtype) > 1) << "state must be float32, bfloat16 or float16 in decode, got " << text(state.dtype());
+  if (steps.has_value()) {
+    const TensorView x = *steps;
+    call.dims(x, "intermediate_states", 5);
+    GDN_REQUIRE(x.size(0) >= B && x.size(1) >= T && x.size(2) == HV && x.size(3) == V && x.size(4) == K)
+        << "intermediate_states must be [B, T or more, HV, V, K]";
+    call.dense_last(x, "intermediate_states");
+    GDN_REQUIRE(dtype_of(x, "intermediate_states") == p.state.dtype) << "intermediate_states must have the state's dtype";
+    p.steps = {data_of(x), x.stride(0), x.stride(2), x.stride(3), p.state.dtype, false};
+    p.steps_token = x.stride(1);
+    const int64_t size = size_of(p.state.dtype);
+    p.steps.aligned = (reinterpret_cast<uintptr_t>(p.steps.data) | uintptr_t(p.steps.row * size) | uintptr_t(p.steps.head * size) |
+                       uintptr_t(p.steps.v * size) | uintptr_t(p.steps_token * size)) % 16 == 0;
+  }
+  GDN_REQUIRE(read_rows.has_value() == write_rows.has_value()) << "read rows and write rows go together";
+  p.read_rows = call.index(read_rows, "read rows", B);
+  p.write_rows = call.index(write_rows, "write rows", B);
+  p.pages = call.pages(page_indices, page_indptr, last_page_len, 0, B);
+  GDN_REQUIRE(read_rows.has_value() || page_indices.has_value() || state.size(0) >= B)
+      << "state must have a row for each of the " << B << " sequences, got " << state.size(0);
+  p.batch = narrow(B, "B"), p.tokens = narrow(T, "T"), p.heads = narrow(HV, "HV"), p.group = int32_t(HV / H);
+  p.head_size_k = int32_t(K), p.head_size_v = int32_t(V);
+  p.scale = float(scale), p.l2norm = l2norm, p.update_state = update_state;
+  return p;
+}
+
+void run_decode(const Call& call, const DecodeParams& p) {
+  if (p.batch == 0 || p.tokens == 0) return;
+  guarded([&] {
+    const DeviceGuard guard(call.device.device_id);
+    launch_decode(p, call.stream());
+  });
+}
+
+void decode(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias, TensorView b,
+            TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
+            MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale, bool l2norm, bool update_state) {
+  const Call call(q, "q");
+  run_decode(call, decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                 page_indptr, last_page_len, output, scale, l2norm, update_state));
+}
+
+// What a later call must share with an accepted one for nothing but addresses to change.
+struct Signature {
+  bool given = false;
+  int32_t ndim = 0;
+  DLDataType dtype{};
+  DLDevice device{};
+  int64_t dims[10] = {};  // sizes, strides
+  uintptr_t misalignment = 0;
+
+  explicit Signature(const MaybeTensor& maybe) {
+    if (!maybe.has_value()) return;
+    const TensorView x = *maybe;
+    given = true, ndim = x.ndim(), dtype = x.dtype(), device = x.device();
+    misalignment = reinterpret_cast<uintptr_t>(data_of(x)) % 16;
+    for (int i = 0; i < ndim && i < 5; i++) dims[i] = x.size(i), dims[5 + i] = x.stride(i);
+  }
+
+  bool operator==(const Signature& other) const {
+    return given == other.given && ndim == other.ndim && dtype == other.dtype && device.device_type == other.device.device_type &&
+           device.device_id == other.device.device_id && std::equal(dims, dims + 10, other.dims) && misalignment == other.misalignment;
+  }
+};
+
+// A function for decode calls like this one: it serves a call whose tensors are of the same kind and returns true, or
+// returns false. The call itself is not run.
+tvm::ffi::Function decode_again(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias,
+                                TensorView b, TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps,
+                                MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output,
+                                double scale, bool l2norm, bool update_state) {
+  const Call call(q, "q");
+  const DecodeParams accepted = decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                              page_indptr, last_page_len, output, scale, l2norm, update_state);
+  const std::array<Signature, 15> signatures{
+      Signature(q), Signature(k), Signature(v), Signature(A_log), Signature(a), Signature(dt_bias), Signature(b), Signature(state),
+      Signature(read_rows), Signature(write_rows), Signature(steps), Signature(page_indices), Signature(page_indptr),
+      Signature(last_page_len), Signature(output)};
+  return tvm::ffi::Function::FromTyped(
+      [=](MaybeTensor q, MaybeTensor k, MaybeTensor v, MaybeTensor A_log, MaybeTensor a, MaybeTensor dt_bias, MaybeTensor b,
+          MaybeTensor state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
+          MaybeTensor page_indptr, MaybeTensor last_page_len, MaybeTensor output) -> bool {
+        const MaybeTensor* const tensors[15] = {&q, &k, &v, &A_log, &a, &dt_bias, &b, &state, &read_rows, &write_rows,
+                                                &steps, &page_indices, &page_indptr, &last_page_len, &output};
+        for (int i = 0; i < 15; i++)
+          if (!(Signature(*tensors[i]) == signatures[i])) return false;
+        DecodeParams p = accepted;
+        const auto move = [](auto& pointer, const MaybeTensor& maybe) {
+          if (maybe.has_value()) pointer = data_of(*maybe);
+        };
+        move(p.q, q), move(p.k, k), move(p.v, v), move(p.A_log, A_log), move(p.a, a), move(p.dt_bias, dt_bias), move(p.b, b);
+        move(p.state.data, state), move(p.read_rows.data, read_rows), move(p.write_rows.data, write_rows), move(p.steps.data, steps);
+        move(p.pages.indices.data, page_indices), move(p.pages.indptr.data, page_indptr), move(p.pages.last_len.data, last_page_len);
+        move(p.output, output);
+        run_decode(call, p);
+        return true;
+      });
+}
+
+// --- page slots --------------------------------------------------------------------------------------------------------
+
+int32_t* rows_out(const Call& call, const TensorView& x, const char* name, int64_t n) {
+  call.shape(x, name, {n});
+  GDN_REQUIRE(is(x, kDLInt, 32) && (n <= 1 || x.stride(0) == 1)) << name << " must be contiguous int32";
+  return static_cast<int32_t*>(data_of(x));
+}
+
+void decode_slots(TensorView page_indices, TensorView page_indptr, TensorView last_page_len, TensorView read, TensorView write) {
+  const Call call(page_indices, "page_indices");
+  const int64_t n = last_page_len.size(0);
+  SlotsParams p{};
+  p.pages = call.pages(page_indices, page_indptr, last_page_len, 0, n);
+  p.num_seqs = narrow(n, "the number of sequences");
+  p.read = rows_out(call, read, "read rows", n);
+  p.write = rows_out(call, write, "write rows", n);
+  guarded([&] {
+    const DeviceGuard guard(call.device.device_id);
+    launch_page_slots(p, call.stream());
+  });
+}
+
+void prefill_slots(TensorView cu_seqlens, TensorView page_indices, TensorView page_indptr, TensorView last_page_len,
+                   int64_t page_size, TensorView read, TensorView write, TensorView starts, TensorView prefix) {
+  const Call call(page_indices, "page_indices");
+  const int64_t n = last_page_len.size(0);
+  GDN_REQUIRE(page_size > 0 && page_size % 64 == 0) << "page_size must be a positive multiple of 64, got " << page_size;
+  SlotsParams p{};
+  p.pages = call.pages(page_indices, page_indptr, last_page_len, page_size, n);
+  p.cu_seqlens = call.index(cu_seqlens, "cu_seqlens", n + 1);
+  p.num_seqs = narrow(n, "the number of sequences");
+  p.read = rows_out(call, read, "read rows", n);
+  p.write = rows_out(call, write, "write rows", n);
+  p.starts = rows_out(call, starts, "checkpoint starts", n);
+  p.prefix = rows_out(call, prefix, "prefix lengths", n);
+  guarded([&] {
+    const DeviceGuard guard(call.device.device_id);
+    launch_page_slots(p, call.stream());
+  });
+}
+
+// --- prefill -----------------------------------------------------------------------------------------------------------
+
+void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTensor beta, MaybeTensor A_log, MaybeTensor dt_bias,
+             TensorView cu_seqlens, MaybeTensor initial, MaybeTensor read_rows, MaybeTensor final, MaybeTensor write_rows,
+             MaybeTensor checkpoints, MaybeTensor checkpoint_starts, MaybeTensor checkpoint_rows, MaybeTensor prefix_lens,
+             MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale,
+             int64_t gate, bool beta_is_logit, bool l2norm, bool copy_empty, bool zero_rest, int64_t checkpoint_every,
+             int64_t page_size, int64_t sm90_rows, int64_t sm90_segment, bool sm90_half, MaybeTensor scratch) {
+  const Call call(q, "q");
+  call.dims(q, "q", 3);
+  call.dims(k, "k", 3);
+  call.dims(v, "v", 3);
+  const int64_t T = q.size(0), Hq = q.size(1), K = q.size(2), Hk = k.size(1), Hv = v.size(1), V = v.size(2);
+  const int64_t Ho = Hq > Hv ? Hq : Hv, N = cu_seqlens.size(0) - 1;
+  GDN_REQUIRE(head_size_served(K) && head_size_served(V)) << "the CUDA kernels serve head sizes 64 and 128, got K = " << K << " and V = " << V;
+  GDN_REQUIRE(Hq > 0 && Hk > 0 && Hv > 0 && Ho % Hq == 0 && Ho % Hk == 0 && Ho % Hv == 0)
+      << "heads of q, k and v must divide the larger of q's and v's, got " << Hq << ", " << Hk << ", " << Hv;
+  GDN_REQUIRE(N >= 0) << "cu_seqlens must not be empty";
+  call.shape(k, "k", {T, Hk, K});
+  call.shape(v, "v", {T, Hv, V});
+  call.shape(output, "output", {T, Ho, V});
+  PrefillParams p{};
+  p.dtype = input_of(q, "q");
+  for (const auto& [x, name] : {std::pair<const TensorView&, const char*>{k, "k"}, {v, "v"}, {output, "output"}})
+    GDN_REQUIRE(dtype_of(x, name) == p.dtype) << name << " must have q's dtype, got " << text(x.dtype());
+  for (const auto& [x, name] : {std::pair<const TensorView&, const char*>{q, "q"}, {k, "k"}, {v, "v"}, {output, "output"}})
+    call.dense_last(x, name);
+  p.q = data_of(q), p.k = data_of(k), p.v = data_of(v), p.output = data_of(output);
+  p.q_stride = packed(q), p.k_stride = packed(k), p.v_stride = packed(v), p.output_stride = packed(output);
+  p.q_aligned = every_head_aligned(q, p.q_stride, 16), p.k_aligned = every_head_aligned(k, p.k_stride, 16);
+  p.v_aligned = every_head_aligned(v, p.v_stride, 16), p.output_paired = every_head_aligned(output, p.output_stride, 4);
+  GDN_REQUIRE(gate >= 0 && gate <= int64_t(Gate::raw)) << "gate must be 0 to 3, got " << gate;
+  p.gate = Gate(gate);
+  GDN_REQUIRE(g.has_value() == (p.gate != Gate::none)) << "g is given exactly when there is a gate";
+  GDN_REQUIRE((A_log.has_value() && dt_bias.has_value()) == (p.gate == Gate::raw)) << "A_log and dt_bias go with a raw gate";
+  if (g.has_value()) {
+    call.shape(*g, "g", {T, Ho});
+    p.g = data_of(*g), p.g_stride = packed(*g), p.g_dtype = float_of(*g, "g");
+  }
+  if (beta.has_value()) {
+    call.shape(*beta, "beta", {T, Ho});
+    p.beta = data_of(*beta), p.beta_stride = packed(*beta), p.beta_dtype = float_of(*beta, "beta");
+  }
+  if (A_log.has_value()) {
+    call.shape(*A_log, "A_log", {Ho});
+    call.shape(*dt_bias, "dt_bias", {Ho});
+    GDN_REQUIRE(Ho <= 1 || ((*A_log).stride(0) == 1 && (*dt_bias).stride(0) == 1)) << "A_log and dt_bias must be contiguous";
+    p.A_log = data_of(*A_log), p.A_log_dtype = float_of(*A_log, "A_log");
+    p.dt_bias = data_of(*dt_bias), p.dt_bias_dtype = float_of(*dt_bias, "dt_bias");
+  }
+  p.beta_is_logit = beta_is_logit, p.l2norm = l2norm, p.zero_rest = zero_rest, p.scale = float(scale);
+  p.num_tokens = T;
+  p.num_seqs = narrow(N, "the number of sequences"), p.heads = narrow(Ho, "the number of heads");
+  p.q_group = int32_t(Ho / Hq), p.k_group = int32_t(Ho / Hk), p.v_group = int32_t(Ho / Hv);
+  p.head_size_k = int32_t(K), p.head_size_v = int32_t(V);
+  p.cu_seqlens = call.index(cu_seqlens, "cu_seqlens", N + 1);
+  p.initial = call.states(initial, "initial_state", Ho, V, K);
+  p.final = call.states(final, "final_state", Ho, V, K);
+  p.checkpoints = call.states(checkpoints, "state_checkpoints", Ho, V, K);
+  p.copy_empty = copy_empty;
+  p.read_rows = call.index(read_rows, "read rows", N);
+  p.write_rows = call.index(write_rows, "write rows", N);
+  p.checkpoint_starts = call.index(checkpoint_starts, "checkpoint starts", N);
+  p.checkpoint_rows = call.index(checkpoint_rows, "checkpoint rows", 0);
+  p.prefix_lens = call.index(prefix_lens, "prefix_lens", N);
+  p.checkpoint_every = checkpoint_every;
+  GDN_REQUIRE(checkpoint_every >= 0 && checkpoint_every % 64 == 0) << "checkpoint_every must be a multiple of 64, got " << checkpoint_every;
+  p.pages = call.pages(page_indices, page_indptr, last_page_len, page_size, N);
+  if (page_indices.has_value()) {
+    GDN_REQUIRE(page_size > 0 && page_size % 64 == 0) << "page_size must be a positive multiple of 64, got " << page_size;
+    GDN_REQUIRE(checkpoint_every == page_size) << "with a page table checkpoint_every is the page size";
+  }
+  GDN_REQUIRE(checkpoint_every == 0 || p.checkpoints.data == nullptr || page_indices.has_value() || checkpoint_starts.has_value())
+      << "checkpoints need their starts";
+  p.sm90_rows = narrow(sm90_rows, "sm90_rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half;
+  if (N == 0 || Ho == 0) return;
+  guarded([&] {
+    const DeviceGuard guard(call.device.device_id);
+    p.workspace_bytes = prefill_workspace(p);
+    if (scratch.has_value()) {  // given by those who want to look into it
+      GDN_REQUIRE((*scratch).IsContiguous() && (*scratch).numel() >= p.workspace_bytes && is(*scratch, kDLUInt, 8))
+          << "scratch must be uint8 of at least " << p.workspace_bytes << " elements, got " << (*scratch).numel();
+      call.same_device(*scratch, "scratch");
+      p.workspace = data_of(*scratch);
+      return launch_prefill(p, call.stream());
+    }
+    const int64_t bytes[1] = {p.workspace_bytes};
+    // Of torch's own allocator: freed when this returns, reused in the order of the stream, and held by a graph's pool.
+    tvm::ffi::Tensor workspace = tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, tvm::ffi::ShapeView(bytes, 1),
+                                                                DLDataType{kDLUInt, 8, 1}, call.device);
+    p.workspace = workspace.data_ptr();
+    launch_prefill(p, call.stream());
+  });
+}
+
+}  // namespace
+}  // namespace gdn
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, gdn::decode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_again, gdn::decode_again);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_slots, gdn::decode_slots);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_slots, gdn::prefill_slots);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, gdn::prefill);

@@ -1,0 +1,182 @@
+// The machine from sm_90a on: barriers in shared memory, bulk copies, products of a warpgroup. As in primitives.cuh: one
+// function an instruction, and with GDN_EMULATE the same names come from tests/backends/cuda_emulator.
+#pragma once
+#include "primitives.cuh"
+
+#ifdef GDN_EMULATE
+#include "emulate_sm90.h"
+#else
+
+namespace gdn {
+
+// --- barriers in shared memory -----------------------------------------------------------------------------------------
+// A barrier's phase ends when the announced number of arrivals has come and all announced bytes have landed.
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+// Makes the initialisation visible to the copy engine too; before a __syncthreads.
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// One of the announced arrivals, made when this thread's copy_async so far have landed.
+__device__ __forceinline__ void barrier_arrive_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  const uint32_t address = shared_address(barrier);
+#ifdef GDN_SM90_DEBUG
+  // Gives up: wrong results instead of a hang. No trap and no printf: either makes the assembler run wgmma one at a time.
+  for (int tries = 0; tries < 1 << 15; tries++) {
+#else
+  for (;;) {
+#endif
+    uint32_t ended;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(ended)
+        : "r"(address), "r"(parity)
+        : "memory");
+    if (ended) return;
+  }
+}
+
+// --- bulk copies: contiguous, 16-byte aligned, run by the copy engine ------------------------------------------------------
+
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+// Ordinary writes to shared memory, before the copy engine or a wgmma reads them.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- warpgroups ----------------------------------------------------------------------------------------------------------
+
+template <int N>
+__device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Dynamic shared memory, its start rounded up to `alignment`; the launch asks for that much more.
+__device__ __forceinline__ uint8_t* align_shared(uint8_t* shared, uint32_t alignment) {
+  return shared + (-shared_address(shared) & (alignment - 1));
+}
+
+// --- 8x8 tiles, from registers to shared memory, turned: rows of the tiles in memory are columns of the registers' -------
+
+__device__ __forceinline__ void store_tiles_transposed(void* row, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// --- products of a warpgroup: d += a b, a [64, 16] in registers, b [16, N] in shared memory --------------------------------
+// Warp w of the four holds rows 16 w to 16 w + 15 of a and d, in the fragments of primitives.cuh: d[n] is the tile of
+// columns 8 n to 8 n + 7. Asynchronous: multiply_fence() after registers were written otherwise and before the first
+// product, multiply_commit() behind the last, multiply_wait<N>() until at most N commits are under way, then pin() on what
+// may be read, so that the compiler does not read it earlier.
+
+__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
+// Where b is. `leading` and `stride` are byte distances; what they lie between depends on the layout:
+//   plain layout, b^T with rows of 16 (K-major): 8x8 tiles of 128 contiguous bytes, row by row; leading from a tile to the
+//     next 8 of k, stride to the next 8 columns of b
+//   swizzled, K-major: rows of 128 bytes, a column of b each, 8 of them a group of 1024 bytes; stride from group to group
+//   swizzled, N-major: rows of 128 bytes, 64 columns of one k, 8 k a group of 1024 bytes; stride from group to group of k,
+//     leading to the next 64 columns
+// Swizzled: 16-byte piece c of row r of a group lies at piece c ^ r; groups start at multiples of 1024 bytes.
+enum class Layout : uint32_t { plain = 0, swizzled = 1 };
+
+__device__ __forceinline__ uint64_t describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
+  return uint64_t((shared_address(b) & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 |
+         uint64_t(layout) << 62;
+}
+
+template <class T>  // N = 64, b as columns of 16 k
+__device__ __forceinline__ void multiply_k_major(float (&d)[8][4], const uint32_t* a, uint64_t b, int add);
+template <class T>  // N = 128, b as rows of columns
+__device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32_t* a, uint64_t b, int add);
+
+#define GDN_TILE(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define GDN_TILES(d, n) GDN_TILE(d[n]), GDN_TILE(d[n + 1]), GDN_TILE(d[n + 2]), GDN_TILE(d[n + 3])
+template <>
+__device__ __forceinline__ void multiply_k_major<__nv_bfloat16>(float (&d)[8][4], const uint32_t* a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+      : GDN_TILES(d, 0), GDN_TILES(d, 4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+template <>
+__device__ __forceinline__ void multiply_n_major<__nv_bfloat16>(float (&d)[16][4], const uint32_t* a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+      : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+template <>
+__device__ __forceinline__ void multiply_k_major<__half>(float (&d)[8][4], const uint32_t* a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+      : GDN_TILES(d, 0), GDN_TILES(d, 4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+template <>
+__device__ __forceinline__ void multiply_n_major<__half>(float (&d)[16][4], const uint32_t* a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+      : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+#undef GDN_TILES
+#undef GDN_TILE
+
+}  // namespace gdn
+#endif

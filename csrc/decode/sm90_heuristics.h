@@ -1,0 +1,41 @@
+// Which plan a call of sm90_decode.cu takes. benchmarks/check_decode.py times them all.
+#pragma once
+#include "sm90_decode.h"
+
+namespace gdn {
+
+constexpr DecodePlan kDecodePlans[] = {
+    //                       tile  stages warps resident waves policy
+    {DecodeKind::ring_bulk, 4096, 4, 12, 1, 1, 1},  //  1
+    {DecodeKind::ring_bulk, 4096, 6, 8, 1, 1, 1},   //  2
+    {DecodeKind::ring_bulk, 8192, 4, 6, 1, 1, 1},   //  3
+    {DecodeKind::ring_bulk, 4096, 4, 4, 3, 4, 1},   //  4
+    {DecodeKind::ring, 4096, 4, 12, 1, 1, 1},       //  5
+    {DecodeKind::ring, 4096, 3, 16, 1, 1, 1},       //  6
+    {DecodeKind::ring, 4096, 2, 16, 1, 1, 1},       //  7
+    {DecodeKind::ring, 8192, 3, 8, 1, 1, 1},        //  8
+    {DecodeKind::ring, 4096, 3, 4, 4, 4, 1},        //  9
+    {DecodeKind::registers, 4096, 0, 4, 3, 1, 1},   // 10
+    {DecodeKind::registers, 4096, 0, 4, 3, 4, 1},   // 11
+    {DecodeKind::registers, 2048, 0, 4, 4, 1, 1},   // 12
+    {DecodeKind::single, 4096, 0, 4, 0, 0, 1},      // 13
+    {DecodeKind::single, 4096, 0, 1, 0, 0, 1},      // 14
+    {DecodeKind::single, 2048, 0, 4, 0, 0, 1},      // 15
+    {DecodeKind::single, 2048, 0, 1, 0, 0, 1},      // 16
+    {DecodeKind::single, 1024, 0, 2, 0, 0, 1},      // 17 (16-bit states)
+};
+constexpr int kDecodePlanCount = sizeof(kDecodePlans) / sizeof(kDecodePlans[0]);
+
+// Tiles of 4 KB, one a warp: where a ring does not fit into shared memory.
+constexpr int kDecodeWithoutRing = 13;
+
+// TO BE MEASURED; this is the reasoning so far. State bytes a multiprocessor decide. Few: latency counts, so plain loads, in
+// tiles so small that they spread over the card. Many: the copy engine, which keeps reads under way whatever the warps do.
+inline int decode_plan(int64_t state_bytes, int state_size, int multiprocessors) {
+  const int64_t each = state_bytes / multiprocessors;
+  if (each <= 16 << 10) return state_size == 2 ? 17 : 15;
+  if (each <= 160 << 10) return kDecodeWithoutRing;
+  return 5;
+}
+
+}  // namespace gdn

@@ -1,0 +1,328 @@
+// Prefill, second stage: the recurrence over a sequence's chunks, one CTA a sequence, head and share of its V rows.
+//
+// With gamma_t the decay from the chunk's start to token t, tail_t that from t to its end, and coupling and scores from the
+// first stage (chunks.cu), a chunk takes the state S [V, K] on by
+//     X^T = S K^T                                              [V, 64]
+//     Y^T = beta (V^T - gamma X^T)                             columns scaled, float32
+//     U^T = Y^T + Y^T coupling^T                               the identity part added in float32
+//     O^T = scale gamma (S Q^T) + U^T scores^T
+//     S   = gamma_64 S + (tail U^T) K
+// All of it is kept transposed, V rows first, so that S, Y and U are accumulators of one product and left operands of the
+// next in the same registers: a warp owns 16 V rows from the first token to the last, and the state never leaves it. V rows
+// need nothing of each other, so they may be spread over CTAs until the card is full; what a CTA reads of q, k, coupling
+// and scores is then read again by its neighbours, from L2.
+//
+// Tiles come by cp.async, the next chunk's while this one is worked on (where shared memory allows: plan.stages), one
+// barrier a chunk. Warps beyond those that compute only help to load.
+#include "sequence.cuh"
+#include "states.cuh"
+
+namespace gdn {
+namespace {
+
+constexpr int kLoaders = 4;  // warps a CTA at least
+
+// Shared memory of one stage.
+template <int K>
+struct Stage {
+  static constexpr int row_bytes = 2 * K + 16;  // 8 rows of a tile fall into different banks
+  static constexpr int q = kChunk * row_bytes;
+  static constexpr int matrices = 2 * q;  // coupling, scores, gates: as in the workspace
+  static constexpr int v = matrices + kSlotBytes;
+  static __host__ __device__ int v_row_bytes(int rows) { return 2 * rows + 16; }
+  static __host__ __device__ int bytes(int rows) { return v + kChunk * v_row_bytes(rows); }
+};
+
+struct Place {
+  int64_t slot, token;
+  int from, to;
+};
+
+template <int K>
+__device__ __forceinline__ void copy_tile(uint8_t* tile, const char* packed, const uint16_t* data, int64_t stride, const Place& at) {
+  constexpr int kPieces = K / 8;
+  for (int i = threadIdx.x; i < kChunk * kPieces; i += blockDim.x) {
+    const int row = i / kPieces, column = i % kPieces * 8;
+    void* to = tile + row * Stage<K>::row_bytes + column * 2;
+    if (packed != nullptr) {
+      copy_async(to, packed + (row * K + column) * 2, true);
+    } else {
+      const bool valid = row >= at.from && row < at.to;
+      copy_async(to, valid ? data + (at.token + row) * stride + column : data, valid);
+    }
+  }
+}
+
+// Everything that a chunk needs, on its way to `stage`.
+template <int K>
+__device__ __forceinline__ void copy_chunk(uint8_t* stage, const PrefillParams& p, const PrefillPlan& plan, const Place& at, int h, int v0) {
+  constexpr int kTile = kChunk * K * 2;
+  const int kh = h / p.k_group, qh = h / p.q_group;
+  copy_tile<K>(stage, plan.packed_k ? plan.k_tiles + (at.slot * (p.heads / p.k_group) + kh) * kTile : nullptr,
+               static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, at);
+  copy_tile<K>(stage + Stage<K>::q, plan.packed_q ? plan.q_tiles + (at.slot * (p.heads / p.q_group) + qh) * kTile : nullptr,
+               static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, at);
+  const char* chunk = plan.chunk(at.slot, h);
+  for (int i = threadIdx.x * 16; i < kSlotBytes; i += blockDim.x * 16) copy_async(stage + Stage<K>::matrices + i, chunk + i, true);
+  const auto* v = static_cast<const uint16_t*>(p.v) + h / p.v_group * p.v_stride.head + v0;
+  const int pieces = plan.rows / 8, row_bytes = Stage<K>::v_row_bytes(plan.rows);
+  for (int i = threadIdx.x; i < kChunk * pieces; i += blockDim.x) {
+    const int row = i / pieces, column = i % pieces * 8;
+    const bool valid = row >= at.from && row < at.to;
+    uint8_t* to = stage + Stage<K>::v + row * row_bytes + column * 2;
+    const uint16_t* from = valid ? v + (at.token + row) * p.v_stride.token + column : v;
+    if (p.v_aligned) {
+      copy_async(to, from, valid);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = valid ? from[j] : uint16_t(0);
+    }
+  }
+}
+
+// Rows of output that belong to no sequence, dealt out to all CTAs.
+__device__ __forceinline__ void zero_rest(const PrefillParams& p) {
+  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
+  const int64_t rest = begin + p.num_tokens - end;
+  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
+    const int64_t token = i < begin ? i : end + i - begin;
+    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
+    for (int j = threadIdx.x; j < p.heads * p.head_size_v; j += blockDim.x)
+      row[j / p.head_size_v * p.output_stride.head + j % p.head_size_v] = 0;
+  }
+}
+
+// One chunk of one warp: 16 V rows, in columns v.. of the stage's V tile.
+template <class T, int K>
+__device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&o)[8][4], const uint8_t* stage, const uint8_t* v_tile, int v_row_bytes,
+                                        float scale, int lane) {
+  using L = Stage<K>;
+  const int q = lane % 4;
+  const auto* gates = reinterpret_cast<const float*>(stage + L::matrices + 2 * kMatrixBytes);
+  const auto* coupling = reinterpret_cast<const uint2*>(stage + L::matrices) + lane;
+  const auto* scores = reinterpret_cast<const uint2*>(stage + L::matrices + kMatrixBytes) + lane;
+  float u[8][4];
+#pragma unroll
+  for (int n = 0; n < 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) u[n][i] = 0.f, o[n][i] = 0.f;
+
+  // X^T and S Q^T
+  const int row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
+#pragma unroll
+  for (int k = 0; k < K / 16; k++) {
+    const uint32_t a[4] = {Pair<T>::pack(s[2 * k][0], s[2 * k][1]), Pair<T>::pack(s[2 * k][2], s[2 * k][3]),
+                           Pair<T>::pack(s[2 * k + 1][0], s[2 * k + 1][1]), Pair<T>::pack(s[2 * k + 1][2], s[2 * k + 1][3])};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t b[4];
+      const uint8_t* tile = stage + (16 * j + row) * L::row_bytes + (16 * k + column) * 2;
+      load_tiles(b, tile);
+      mma<T>(u[2 * j], a, b[0], b[1]);
+      mma<T>(u[2 * j + 1], a, b[2], b[3]);
+      load_tiles(b, tile + L::q);
+      mma<T>(o[2 * j], a, b[0], b[1]);
+      mma<T>(o[2 * j + 1], a, b[2], b[3]);
+    }
+  }
+
+  // Y^T
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    uint32_t v[4];
+    load_tiles_transposed(v, v_tile + (16 * j + row) * v_row_bytes + column * 2);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int n = 2 * j + half, token = 8 * n + 2 * q;
+      const float2 gamma = *reinterpret_cast<const float2*>(gates + token);
+      const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + token);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 value = Pair<T>::unpack(v[2 * half + i]);
+        u[n][2 * i] = beta.x * (value.x - gamma.x * u[n][2 * i]);
+        u[n][2 * i + 1] = beta.y * (value.y - gamma.y * u[n][2 * i + 1]);
+      }
+      const float x = scale * gamma.x, y = scale * gamma.y;
+      o[n][0] *= x, o[n][1] *= y, o[n][2] *= x, o[n][3] *= y;
+    }
+  }
+
+  // U^T
+  uint32_t a[4][4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    a[k][0] = Pair<T>::pack(u[2 * k][0], u[2 * k][1]), a[k][1] = Pair<T>::pack(u[2 * k][2], u[2 * k][3]);
+    a[k][2] = Pair<T>::pack(u[2 * k + 1][0], u[2 * k + 1][1]), a[k][3] = Pair<T>::pack(u[2 * k + 1][2], u[2 * k + 1][3]);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int n = 2 * k; n < 8; n++) {
+      const uint2 b = coupling[block_index(n, k) * 32];
+      mma<T>(u[n], a[k], b.x, b.y);
+    }
+
+  // O^T
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    a[k][0] = Pair<T>::pack(u[2 * k][0], u[2 * k][1]), a[k][1] = Pair<T>::pack(u[2 * k][2], u[2 * k][3]);
+    a[k][2] = Pair<T>::pack(u[2 * k + 1][0], u[2 * k + 1][1]), a[k][3] = Pair<T>::pack(u[2 * k + 1][2], u[2 * k + 1][3]);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int n = 2 * k; n < 8; n++) {
+      const uint2 b = scores[block_index(n, k) * 32];
+      mma<T>(o[n], a[k], b.x, b.y);
+    }
+
+  // S
+  const float end = gates[kChunk - 1];
+#pragma unroll
+  for (int n = 0; n < K / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] *= end;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint32_t d[4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float2 tail = *reinterpret_cast<const float2*>(gates + 2 * kChunk + 16 * k + 8 * half + 2 * q);
+      const float(&x)[4] = u[2 * k + half];
+      d[2 * half] = Pair<T>::pack(tail.x * x[0], tail.y * x[1]);
+      d[2 * half + 1] = Pair<T>::pack(tail.x * x[2], tail.y * x[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < K / 8; n += 2) {
+      uint32_t b[4];
+      load_tiles_transposed(b, stage + (16 * k + lane % 16) * L::row_bytes + (8 * n + lane / 16 * 8) * 2);
+      mma<T>(s[n], d, b[0], b[1]);
+      mma<T>(s[n + 1], d, b[2], b[3]);
+    }
+  }
+}
+
+// O^T of one warp to memory: tiles are turned, so that a lane has two V columns of one token.
+template <class T>
+__device__ __forceinline__ void store_output(const PrefillParams& p, const float (&o)[8][4], const Place& at, int h, int v0, int lane) {
+  auto* output = static_cast<uint16_t*>(p.output) + h * p.output_stride.head + v0 + lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const uint32_t low = transpose_tile(Pair<T>::pack(o[n][0], o[n][1])), high = transpose_tile(Pair<T>::pack(o[n][2], o[n][3]));
+    const int t = 8 * n + lane / 4;
+    if (t < at.from || t >= at.to) continue;
+    uint16_t* to = output + (at.token + t) * p.output_stride.token;
+    if (p.output_paired) {
+      *reinterpret_cast<uint32_t*>(to) = low;
+      *reinterpret_cast<uint32_t*>(to + 8) = high;
+    } else {
+      to[0] = uint16_t(low), to[1] = uint16_t(low >> 16), to[8] = uint16_t(high), to[9] = uint16_t(high >> 16);
+    }
+  }
+}
+
+// Grid: sequence, head of the pass, share of its V rows, the last fastest.
+template <class T, int K>
+__global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ PrefillPlan plan) {
+  GDN_SHARED(shared);
+  if (p.zero_rest && plan.first_head == 0) zero_rest(p);
+  const int shares = p.head_size_v / plan.rows;
+  const int share = blockIdx.x % shares, h = plan.first_head + blockIdx.x / shares % plan.heads;
+  const int index = blockIdx.x / shares / plan.heads;
+  const Sequence sequence = get_sequence(p, index);
+  if (sequence.chunks == 0 && !p.copy_empty) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool computes = 16 * warp < plan.rows;
+  const int v0 = share * plan.rows + 16 * warp;
+  const int stage_bytes = Stage<K>::bytes(plan.rows), v_row_bytes = Stage<K>::v_row_bytes(plan.rows);
+  const auto place = [&](int64_t c) {
+    return Place{sequence.slot(index) + c, sequence.first_token(c), sequence.from(c), sequence.to(c)};
+  };
+  const auto fetch = [&](int64_t c) {
+    if (c < sequence.chunks)
+      copy_chunk<K>(shared + (plan.stages == 2 ? c % 2 : 0) * stage_bytes, p, plan, place(c), h, share * plan.rows);
+    copy_commit();
+  };
+
+  if (plan.stages == 2) fetch(0);
+  float s[K / 8][4];
+#pragma unroll
+  for (int n = 0; n < K / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+  if (computes && p.initial.data != nullptr && sequence.read >= 0)
+    load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
+
+  // The next checkpoint lies after token `boundary`, counted with the prefix, and goes where `entry` says.
+  const int64_t every = p.checkpoints.data != nullptr ? p.checkpoint_every : 0;
+  const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
+  int64_t boundary = every > 0 ? (sequence.prefix / every + 1) * every : -1, entry = sequence.starts;
+  int64_t position = sequence.prefix - sequence.lead;
+  int64_t c = 0;
+  do {
+    if (c < sequence.chunks) {
+      if (plan.stages == 2) {
+        copy_wait<0>();
+        __syncthreads();  // this chunk is there, and everyone is done with the one before
+        fetch(c + 1);
+      } else {
+        __syncthreads();
+        fetch(c);
+        copy_wait<0>();
+        __syncthreads();
+      }
+      if (computes) {
+        const uint8_t* stage = shared + (plan.stages == 2 ? c % 2 : 0) * stage_bytes;
+        float o[8][4];
+        advance<T, K>(s, o, stage, stage + Stage<K>::v + 32 * warp, v_row_bytes, p.scale, lane);
+        store_output<T>(p, o, place(c), h, v0, lane);
+      }
+      position += kChunk;
+    }
+    c++;
+    if (!computes) continue;
+    // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
+    const bool at_boundary = position == boundary && position <= sequence.prefix + sequence.length;
+#pragma unroll 1
+    for (int what = 0; what < 2; what++) {
+      const States& states = what == 0 ? p.checkpoints : p.final;
+      int64_t row = -1;
+      if (what == 0 && at_boundary) row = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
+      if (what == 1 && c >= sequence.chunks && states.data != nullptr) row = sequence.write;
+      if (row >= 0) store_states(s, states, row * states.row + h * states.head + v0 * states.v);
+    }
+    if (at_boundary) boundary += every, entry++;
+  } while (c < sequence.chunks);
+}
+
+template <class T, int K>
+void launch(const PrefillParams& p, const PrefillPlan& plan, cudaStream_t stream) {
+  const int bytes = plan.stages * Stage<K>::bytes(plan.rows);
+  static int allowed[64] = {};  // by device
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= 64 || allowed[device] < bytes) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(recurrence<T, K>), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          "cudaFuncSetAttribute");
+    if (device < 64) allowed[device] = bytes;
+  }
+  const int warps = plan.rows / 16 > kLoaders ? plan.rows / 16 : kLoaders;
+  const int64_t grid = int64_t(p.num_seqs) * plan.heads * (p.head_size_v / plan.rows);
+  GDN_LAUNCH((recurrence<T, K>), unsigned(grid), 32 * warps, bytes, stream, p, plan);
+  check(cudaGetLastError(), "prefill, second stage");
+}
+
+template <class T>
+void launch(const PrefillParams& p, const PrefillPlan& plan, cudaStream_t stream) {
+  p.head_size_k == 128 ? launch<T, 128>(p, plan, stream) : launch<T, 64>(p, plan, stream);
+}
+
+}  // namespace
+
+int64_t recurrence_shared_bytes(int head_size_k, int rows) { return head_size_k == 128 ? Stage<128>::bytes(rows) : Stage<64>::bytes(rows); }
+
+void launch_recurrence(const PrefillParams& p, const PrefillPlan& plan, cudaStream_t stream) {
+  p.dtype == DType::bf16 ? launch<__nv_bfloat16>(p, plan, stream) : launch<__half>(p, plan, stream);
+}
+
+}  // namespace gdn

@@ -1,0 +1,59 @@
+// Where a chunk's tokens are: sequences, prefixes and slots (workspace.h).
+#pragma once
+#include "../common/primitives.cuh"
+#include "../common/rows.cuh"
+#include "workspace.h"
+
+namespace gdn {
+
+struct Sequence {
+  int64_t begin, length;  // in the packed tokens
+  int64_t prefix;
+  int64_t read, write, starts;
+  int lead;               // rows of padding before the first token
+  int64_t chunks;
+
+  __device__ __forceinline__ int64_t slot(int index) const { return begin / kChunk + 2 * int64_t(index); }
+  // Token of row 0 of chunk c; the rows of the chunk that are tokens are those from `from` to `to`.
+  __device__ __forceinline__ int64_t first_token(int64_t c) const { return begin - lead + c * kChunk; }
+  __device__ __forceinline__ int from(int64_t c) const { return c == 0 ? lead : 0; }
+  __device__ __forceinline__ int to(int64_t c) const {
+    const int64_t left = lead + length - c * kChunk;
+    return left < kChunk ? int(left) : kChunk;
+  }
+};
+
+__device__ __forceinline__ Sequence get_sequence(const PrefillParams& p, int i) {
+  Sequence s;
+  s.begin = load_index(p.cu_seqlens, i);
+  s.length = load_index(p.cu_seqlens, i + 1) - s.begin;
+  if (p.pages.indices.data != nullptr) {
+    const PrefillRows rows = prefill_rows(p.pages, i, s.length);
+    s.read = rows.read, s.write = rows.write, s.starts = rows.starts, s.prefix = rows.prefix;
+  } else {
+    s.read = p.read_rows.data != nullptr ? load_index(p.read_rows, i) : i;
+    s.write = p.write_rows.data != nullptr ? load_index(p.write_rows, i) : i;
+    s.starts = p.checkpoint_starts.data != nullptr ? load_index(p.checkpoint_starts, i) : 0;
+    s.prefix = p.prefix_lens.data != nullptr ? load_index(p.prefix_lens, i) : 0;
+  }
+  s.lead = int(s.prefix % kChunk);
+  s.chunks = s.length > 0 ? (s.lead + s.length + kChunk - 1) / kChunk : 0;
+  return s;
+}
+
+// The sequence that a slot may belong to, or -1; all lanes of a warp together, 32 candidates a step.
+__device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slot) {
+  const int lane = threadIdx.x % 32;
+  const auto first_slot = [&](int i) { return load_index(p.cu_seqlens, i) / kChunk + 2 * int64_t(i); };
+  int low = 0, high = p.num_seqs;  // the answer is in [low, high), if there is one
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32;
+    const int64_t candidate = low + int64_t(lane + 1) * step;
+    const bool before = candidate < high && first_slot(int(candidate)) <= slot;
+    low += __popc(__ballot_sync(0xffffffffu, before)) * step;
+    high = high < low + step ? high : low + step;
+  }
+  return first_slot(low) <= slot ? low : -1;
+}
+
+}  // namespace gdn

@@ -1,0 +1,599 @@
+// Prefill on sm_90a, second kernel: the recurrence over chunks. The mathematics is that of recurrence.cu, all of it transposed,
+// V rows first, so that S, Y and U are accumulators of one product and left operands of the next in the same registers.
+//
+//   roles    a warpgroup of 64 V rows keeps its part of the state in registers from the first chunk to the last and does all
+//            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
+//            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead.
+//   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
+//   output   goes back through the stage's own V tile: a warp has read its columns of V when it has outputs, and nobody else
+//            reads or writes them.
+//
+// Split sequences (sm90_launch.cu) use the same code twice: the first pass has no output and starts from nothing or, for the
+// transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
+#include "sequence.cuh"
+#include "sm90_workspace.cuh"
+#include "states.cuh"
+
+#if GDN_SM90
+#include "../common/sm90_primitives.cuh"
+#endif
+
+#if GDN_SM90
+namespace gdn {
+namespace sm90 {
+namespace {
+
+constexpr int kStages = 3;
+constexpr int kProducers = 128;
+
+// Shared memory of one stage; a segment's start is a multiple of 1024.
+template <int kGroups>
+struct Stage {
+  static constexpr int v_row_bytes = 128 * kGroups;
+  static constexpr int k = 0;
+  static constexpr int q = kTileBytes;
+  static constexpr int coupling = 2 * kTileBytes;
+  static constexpr int scores = coupling + kFullBytes;
+  static constexpr int v = scores + kFullBytes;
+  static constexpr int gates = v + kChunk * v_row_bytes;
+  static constexpr int bytes = (gates + kGateFloats * 4 + 1023) / 1024 * 1024;
+};
+
+// What a CTA does: chunks [begin, end) of a sequence, for one head and its V rows from `v0` on.
+struct Work {
+  int index, head, v0;
+  bool first, last;  // of the sequence's segments
+  bool transition;   // of the first pass: the segment's transition, from the identity and with V = 0
+  int64_t begin, end, segment;
+};
+
+// Behind the stages: the barriers, and what is needed too seldom for a register.
+struct Common {
+  uint64_t full[kStages], empty[kStages];
+  Work work;
+  Sequence sequence;
+};
+
+template <int kGroups>
+constexpr int shared_bytes() {
+  return 1024 + kStages * Stage<kGroups>::bytes + int(sizeof(Common));
+}
+static_assert(shared_bytes<2>() <= 227 << 10, "shared memory of a multiprocessor");
+
+// The chunks of the segment in a slot. Boundaries between segments lie at absolute multiples of their length.
+__device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
+  const int64_t tokens = int64_t(plan.path.segment) * kChunk;
+  const int lane = threadIdx.x % 32;
+  const auto first_slot = [&](int i) { return load_index(p.cu_seqlens, i) / tokens + 2 * int64_t(i); };
+  int low = 0, high = p.num_seqs;
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32;
+    const int64_t candidate = low + int64_t(lane + 1) * step;
+    const bool before = candidate < high && first_slot(int(candidate)) <= slot;
+    low += __popc(__ballot_sync(0xffffffffu, before)) * step;
+    high = high < low + step ? high : low + step;
+  }
+  if (first_slot(low) > slot) return false;
+  work.index = low;
+  sequence = get_sequence(p, low);
+  const int64_t offset = sequence.prefix / kChunk % plan.path.segment;  // chunks of the first segment that came before
+  const int64_t number = slot - first_slot(low), count = (offset + sequence.chunks + plan.path.segment - 1) / plan.path.segment;
+  work.segment = slot;
+  if (number >= (sequence.chunks > 0 ? count : 1)) return false;
+  work.first = number == 0, work.last = sequence.chunks == 0 || number == count - 1;
+  work.begin = number == 0 ? 0 : number * plan.path.segment - offset;
+  const int64_t end = (number + 1) * plan.path.segment - offset;
+  work.end = end < sequence.chunks ? end : sequence.chunks;
+  return true;
+}
+
+// Where 16-byte piece c of row t of the V tile lies.
+template <int kGroups>
+__device__ __forceinline__ int v_at(int t, int c) {
+  return t * Stage<kGroups>::v_row_bytes + (c ^ (t & 7)) * 16;
+}
+
+// Rows [from, to) of chunk c of a sequence are tokens.
+struct Rows {
+  int from, to;
+};
+
+// A chunk's V rows, this thread's part of them; rows that are no tokens become zeros. `v` is its piece of row 0.
+template <int kGroups>
+__device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, const Rows& rows, const uint16_t* v, int thread) {
+  constexpr int kPieces = 8 * kGroups, kStep = kProducers / kPieces;
+  const int c = thread % kPieces;
+#pragma unroll 2
+  for (int t = thread / kPieces; t < kChunk; t += kStep) {
+    const bool valid = t >= rows.from && t < rows.to;
+    uint8_t* to = tile + v_at<kGroups>(t, c);
+    const uint16_t* from = valid ? v + t * p.v_stride.token : static_cast<const uint16_t*>(p.v);
+    if (p.v_aligned) {
+      copy_async(to, from, valid);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = valid ? from[j] : uint16_t(0);
+    }
+  }
+}
+
+// The producers: each chunk into the next stage that is free. The first warp starts the bulk copies, one lane each.
+template <int kGroups, bool kOutput>
+__device__ __forceinline__ void produce(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
+  using S = Stage<kGroups>;
+  const Work& work = common.work;
+  const Sequence& sequence = common.sequence;
+  const bool with_v = !work.transition;
+  constexpr int kAll = kTileBytes + kTriangleBytes + kGateFloats * 4 + (kOutput ? kTileBytes + kTriangleBytes : 0);
+  const int thread = threadIdx.x - 128 * kGroups;
+  const int64_t slot = sequence.slot(work.index) + work.begin;
+  // What this lane copies of each chunk.
+  const char* from = nullptr;
+  int64_t step = plan.heads * int64_t(kRecordBytes);
+  int to = 0, bytes = 0;
+  if (thread < 8) {  // strips of coupling and scores
+    const int k = thread % 4;
+    const bool scores = thread >= 4;
+    from = plan.record(slot, work.head) + (scores ? kScoresAt : 0) + strip_at(k);
+    to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = scores && !kOutput ? 0 : strip_bytes(k);
+  } else if (thread == 8) {
+    from = plan.record(slot, work.head) + kGatesAt;
+    to = S::gates, bytes = kGateFloats * 4;
+  } else if (thread == 9 || thread == 10) {
+    const bool q = thread == 10;
+    step = int64_t(p.heads / (q ? p.q_group : p.k_group)) * kTileBytes;
+    from = (q ? plan.q_tiles : plan.k_tiles) + slot * step + work.head / (q ? p.q_group : p.k_group) * kTileBytes;
+    to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
+  }
+  const uint16_t* v = static_cast<const uint16_t*>(p.v) + work.head / p.v_group * p.v_stride.head + work.v0 +
+                      sequence.first_token(work.begin) * p.v_stride.token + thread % (8 * kGroups) * 8;
+  Rows rows{sequence.from(work.begin), kChunk};
+  const int last = work.last ? sequence.to(work.end - 1) : kChunk;
+  int number = 0, parity = 1;
+  for (int left = int(work.end - work.begin); left > 0; left--) {
+    if (left == 1) rows.to = last;
+    uint8_t* stage = stages + number * S::bytes;
+    uint64_t* full = &common.full[number];
+    barrier_wait(&common.empty[number], parity);
+    if (thread < 32) {
+      if (thread == 0) barrier_arrive_expect(full, kAll);
+      __syncwarp();
+      if (bytes > 0) bulk_copy(stage + to, from, bytes, full);
+      from += step;
+    }
+    if (with_v) {
+      copy_v<kGroups>(stage + S::v, p, rows, v, thread);
+      p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
+      v += kChunk * p.v_stride.token;
+    } else {
+      barrier_arrive(full);
+    }
+    rows.from = 0;
+    if (++number == kStages) number = 0, parity ^= 1;
+  }
+}
+
+// Accumulators as left operands: tiles 2 k and 2 k + 1 are a [.., 16].
+template <class M, int N>
+__device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) a[2 * n] = Pair<M>::pack(x[n][0], x[n][1]), a[2 * n + 1] = Pair<M>::pack(x[n][2], x[n][3]);
+}
+
+// fp16 ends at 65504, and what passes through it here, S and Y and U, has no bound. So a V row is kept by a power of two below
+// its true values where it would grow too large: the recurrence is linear in a row's V and state. `factor` is that of the two
+// rows of this lane. bf16 has float32's range and needs none of this.
+template <class M>
+constexpr bool kBounded = std::is_same_v<M, __half>;
+
+// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Y below that, U
+// stays in range: a row of the inverse adds up 64 values.)
+template <int N>
+__device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
+  uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) found |= a[i] & a[i] << 1;
+  return __ballot_sync(0xffffffffu, (found & 0x40004000u) != 0) != 0;
+}
+
+// What to multiply rows with, so that their largest values come to lie below 64: 1 where they are small, or not finite.
+template <int N>
+__device__ __forceinline__ void shrink(float (&by)[2], const float (&x)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(fabsf(x[n][2 * i]), fabsf(x[n][2 * i + 1])));
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    const int exponent = int(__float_as_uint(largest) >> 23) - 127;
+    by[i] = exponent >= 8 && exponent < 128 ? __uint_as_float(uint32_t(127 + 5 - exponent) << 23) : 1.f;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void multiply_rows(float (&x)[N][4], const float (&by)[2]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) x[n][0] *= by[0], x[n][1] *= by[0], x[n][2] *= by[1], x[n][3] *= by[1];
+}
+__device__ __forceinline__ bool is_one(const float (&factor)[2]) { return factor[0] == 1.f && factor[1] == 1.f; }
+
+// The state as a left operand; its rows shrink where it would not fit.
+template <class M>
+__device__ __forceinline__ void round_state(uint32_t (&operand)[32], float (&s)[16][4], float (&factor)[2]) {
+  to_operand<M>(operand, s);
+  if constexpr (kBounded<M>) {
+    if (too_large(operand)) {
+      float by[2];
+      shrink(by, s);
+      multiply_rows(s, by);
+      factor[0] *= by[0], factor[1] *= by[1];
+      to_operand<M>(operand, s);
+    }
+  }
+}
+
+// One chunk of one warpgroup. `operand` is the state rounded to M, before and after. A V of zeros is not read.
+template <class T, class M, int kGroups, bool kOutput>
+__device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[32], float (&factor)[2], uint8_t* stage, bool with_v, int warp, int lane,
+                                        const PrefillParams& p, const Rows& rows, uint16_t* output, bool output_aligned) {
+  using S = Stage<kGroups>;
+  const int q = lane % 4;
+  const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * q;
+  const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
+  const auto k_columns = [&](int tile, int k) { return describe(stage + tile + k / 4 * 8192 + k % 4 * 32, Layout::swizzled, 16, 1024); };
+  const auto strip = [&](int matrix, int k) { return describe(stage + matrix + k * kFullStripBytes, Layout::plain, 128, 256); };
+  float x[8][4], o[8][4];
+
+  // X^T = S K^T, and S Q^T
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns(S::k, k), k > 0);
+  multiply_commit();
+  if constexpr (kOutput) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) multiply_k_major<M>(o, operand + 4 * k, k_columns(S::q, k), k > 0);
+    multiply_commit();
+    multiply_wait<1>();
+  } else {
+    multiply_wait<0>();
+  }
+  pin(x);
+
+  // Y^T = beta (V^T - gamma X^T)
+  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+  const auto make_y = [&](float above, float below) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t v[4] = {0, 0, 0, 0};
+      if (with_v) load_tiles_transposed(v, stage + S::v + v_at<kGroups>(16 * j + row, piece));
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = 2 * j + half;
+        const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float2 value = Pair<T>::unpack(v[2 * half + i]);
+          const float by = i == 0 ? above : below;
+          x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
+          x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
+        }
+      }
+    }
+  };
+  uint32_t y[16];
+  if constexpr (kBounded<M>) {
+    if (__ballot_sync(0xffffffffu, is_one(factor)) == 0xffffffffu)
+      make_y(1.f, 1.f);
+    else
+      make_y(factor[0], factor[1]);
+    to_operand<M>(y, x);
+    if (too_large(y)) {
+      multiply_wait<0>();
+      if constexpr (kOutput) pin(o);
+      float by[2];
+      shrink(by, x);
+      multiply_rows(x, by);
+      multiply_rows(s, by);
+      if constexpr (kOutput) multiply_rows(o, by);
+      factor[0] *= by[0], factor[1] *= by[1];
+      to_operand<M>(y, x);
+    }
+  } else {
+    make_y(1.f, 1.f);
+    to_operand<M>(y, x);
+  }
+
+  // U^T = Y^T + Y^T coupling^T, the identity's part in float32
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, strip(S::coupling, k), 1);
+  multiply_commit();
+  // Meanwhile the decays of S and of S Q^T.
+  const float end = reinterpret_cast<const float*>(stage + S::gates)[kEnd * kChunk];
+#pragma unroll
+  for (int n = 0; n < 16; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] *= end;
+  pin(s);
+  if constexpr (kOutput) {
+    multiply_wait<1>();
+    pin(o);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 scale = gate(kScaleGamma, n);
+      o[n][0] *= scale.x, o[n][1] *= scale.y, o[n][2] *= scale.x, o[n][3] *= scale.y;
+    }
+    pin(o);
+  }
+  multiply_wait<0>();
+  pin(x);
+
+  // S = gamma_64 S + (tail U^T) K, and O^T = scale gamma (S Q^T) + U^T scores^T
+  uint32_t u[16], tail_u[16];
+  if constexpr (kOutput) to_operand<M>(u, x);
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    const float2 tail = gate(kTail, n);
+    tail_u[2 * n] = Pair<M>::pack(tail.x * x[n][0], tail.y * x[n][1]);
+    tail_u[2 * n + 1] = Pair<M>::pack(tail.x * x[n][2], tail.y * x[n][3]);
+  }
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    multiply_n_major<M>(s, tail_u + 4 * k, describe(stage + S::k + k * 2048, Layout::swizzled, 8192, 1024), 1);
+  multiply_commit();
+  if constexpr (kOutput) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, strip(S::scores, k), 1);
+    multiply_commit();
+    multiply_wait<1>();
+  } else {
+    multiply_wait<0>();
+  }
+  pin(s);
+  const float factor_of_o[2] = {factor[0], factor[1]};
+  round_state<M>(operand, s, factor);
+  pin(operand);
+
+  if constexpr (kOutput) {
+    multiply_wait<0>();
+    pin(o);
+    if (kBounded<M> && !is_one(factor_of_o)) {
+      const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
+      multiply_rows(o, back);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint32_t tiles[4] = {Pair<T>::pack(o[2 * j][0], o[2 * j][1]), Pair<T>::pack(o[2 * j][2], o[2 * j][3]),
+                                 Pair<T>::pack(o[2 * j + 1][0], o[2 * j + 1][1]), Pair<T>::pack(o[2 * j + 1][2], o[2 * j + 1][3])};
+      store_tiles_transposed(stage + S::v + v_at<kGroups>(16 * j + row, piece), tiles);
+    }
+    __syncwarp();
+    // 16 V columns a warp: two lanes a token.
+    uint16_t* out = output + 16 * warp + lane % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int t = 16 * j + lane / 2;
+      const uint4 value = *reinterpret_cast<const uint4*>(stage + S::v + v_at<kGroups>(t, 2 * warp + lane % 2));
+      if (t < rows.from || t >= rows.to) continue;
+      uint16_t* to = out + t * p.output_stride.token;
+      if (output_aligned) {
+        *reinterpret_cast<uint4*>(to) = value;
+      } else {
+        const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[i] = uint16_t(words[i / 2] >> (16 * (i % 2)));
+      }
+    }
+  }
+}
+
+// Rows of output that belong to no sequence, dealt out to all CTAs.
+__device__ __forceinline__ void zero_rest(const PrefillParams& p) {
+  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
+  const int64_t rest = begin + p.num_tokens - end;
+  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
+    const int64_t token = i < begin ? i : end + i - begin;
+    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
+    for (int j = threadIdx.x; j < p.heads * kHead; j += blockDim.x) row[j / kHead * p.output_stride.head + j % kHead] = 0;
+  }
+}
+
+__device__ __forceinline__ States segment_states(const Plan& plan) {
+  return {plan.states, 0, 0, kHead, DType::f32, true};
+}
+
+// The consumers' way through their chunks, with everything that becomes of the state. 
+template <class T, class M, int kGroups, bool kOutput>
+__device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
+  const Work& work = common.work;
+  const Sequence& sequence = common.sequence;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Where this warp's rows of head and row begin.
+  const auto place = [&](const States& states, int64_t row) {
+    return row * states.row + work.head * states.head + (work.v0 + 16 * (threadIdx.x / 32)) * states.v;
+  };
+  const auto segment_place = [&](int which) {
+    return plan.segment_state(work.segment, work.head, which) - plan.states + (work.v0 + 16 * (threadIdx.x / 32)) * kHead;
+  };
+  const bool transition = !kOutput && work.transition;
+  float s[16][4];
+#pragma unroll
+  for (int n = 0; n < 16; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+  if (transition) {
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[n][i] = 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
+  } else if (work.first) {
+    if (p.initial.data != nullptr && sequence.read >= 0)
+      load_states(s, p.initial, place(p.initial, sequence.read));
+  } else if (kOutput) {
+    load_states(s, segment_states(plan), segment_place(0));
+  }
+  uint32_t operand[32];
+  float factor[2] = {1.f, 1.f};
+  round_state<M>(operand, s, factor);
+  // The state leaves with its true values.
+  const auto store = [&](const States& states, int64_t offset) {
+    if (kBounded<M>) {
+      const float back[2] = {1.f / factor[0], 1.f / factor[1]};
+      multiply_rows(s, back);
+    }
+    store_states(s, states, offset);
+    if (kBounded<M>) multiply_rows(s, factor);
+  };
+
+  int until_checkpoint = -1, interval = 0, checkpoint = 0;  // in chunks; of the sequence's checkpoints
+  if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0) {
+    const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk, now = before + work.begin;
+    interval = int(every < INT32_MAX ? every : INT32_MAX);
+    until_checkpoint = int(every - now % every < INT32_MAX ? every - now % every : INT32_MAX);
+    checkpoint = int(now / every - before / every);
+  }
+  Rows rows{sequence.from(work.begin), kChunk};
+  const int last = work.last && work.end > work.begin ? sequence.to(work.end - 1) : kChunk;
+  uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + work.v0 +
+                     sequence.first_token(work.begin) * p.output_stride.token;
+  int number = 0, parity = 0;
+  for (int left = int(work.end - work.begin); left > 0; left--) {
+    if (left == 1) rows.to = last;
+    barrier_wait(&common.full[number], parity);
+    advance<T, M, kGroups, kOutput>(s, operand, factor, stages + number * Stage<kGroups>::bytes, !transition, warp, lane, p, rows, output,
+                                    plan.output_aligned);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&common.empty[number]);
+    if (++number == kStages) number = 0, parity ^= 1;
+    output += kChunk * p.output_stride.token;
+    rows.from = 0;
+    if constexpr (kOutput) {
+      // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
+      if (--until_checkpoint == 0 && rows.to == kChunk) {
+        const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
+        const int64_t entry = sequence.starts + checkpoint;
+        const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
+        if (at >= 0) store(p.checkpoints, place(p.checkpoints, at));
+        until_checkpoint = interval, checkpoint++;
+      }
+    }
+  }
+  if constexpr (kOutput) {
+    if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
+  } else {
+    store(segment_states(plan), segment_place(transition));
+  }
+}
+
+// Whether the transition over these chunks cannot be told from zero: its norm is below the least float32. A warp together.
+__device__ __forceinline__ bool transition_is_zero(const Plan& plan, const Sequence& sequence, const Work& work) {
+  float bound = 0.f;
+  for (int64_t c = work.begin + threadIdx.x % 32; c < work.end; c += 32)
+    bound += reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, offset);
+  return bound < -160.f;
+}
+
+// Grid with output: segment or sequence, head of the pass, share of its V rows, the last fastest.
+// First pass: segment, head, share of the V rows and then of the transition's.
+template <class T, class M, int kGroups, bool kOutput>
+__global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
+    recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
+  using S = Stage<kGroups>;
+  GDN_SHARED(unaligned);
+  if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
+  constexpr int kShares = 2 / kGroups, kParts = kOutput ? kShares : 2 * kShares;
+  const int part = blockIdx.x % kParts;
+  const int64_t unit = blockIdx.x / kParts / plan.heads;
+  Work work;
+  Sequence sequence;
+  work.head = plan.first_head + blockIdx.x / kParts % plan.heads;
+  work.v0 = part % kShares * 64 * kGroups;
+  if (plan.path.segment > 0) {
+    if (!find_segment(p, plan, unit, work, sequence)) return;
+  } else {
+    sequence = get_sequence(p, int(unit));
+    work.index = int(unit), work.begin = 0, work.end = sequence.chunks, work.segment = 0, work.first = work.last = true;
+  }
+  work.transition = !kOutput && part >= kShares;
+  if (kOutput) {
+    if (sequence.chunks == 0 && !p.copy_empty) return;
+  } else {
+    if (work.last) return;  // nothing starts from where it ends
+    if (work.transition) {
+      if (work.first) return;  // it starts from the true state
+      const bool zero = transition_is_zero(plan, sequence, work);
+      if (threadIdx.x == 0 && work.v0 == 0) plan.nonzero[work.segment * plan.heads + work.head - plan.first_head] = !zero;
+      if (zero) return;
+    }
+  }
+
+  uint8_t* stages = align_shared(unaligned, 1024);
+  auto& common = *reinterpret_cast<Common*>(stages + kStages * S::bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      barrier_init(&common.full[i], kProducers + 1);
+      barrier_init(&common.empty[i], 4 * kGroups);
+    }
+    barrier_init_done();
+    common.work = work, common.sequence = sequence;
+  }
+  // What lies above the diagonal is never copied, and zero.
+  for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
+    const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
+    *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
+  }
+  fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x >= 128 * kGroups) {
+    if constexpr (kGroups == 2) registers_down<40>();
+    produce<kGroups, kOutput>(stages, common, p, plan);
+  } else {
+    if constexpr (kGroups == 2) registers_up<232>();
+    consume<T, M, kGroups, kOutput>(stages, common, p, plan);
+  }
+}
+
+template <class T, class M, int kGroups, bool kOutput>
+void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
+  constexpr int kBytes = shared_bytes<kGroups>();
+  static bool allowed[64] = {};  // by device
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= 64 || !allowed[device]) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(recurrence<T, M, kGroups, kOutput>), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kBytes),
+          "cudaFuncSetAttribute");
+    if (device < 64) allowed[device] = true;
+  }
+  const int64_t units = plan.path.segment > 0 ? plan.segments : p.num_seqs;
+  const int64_t grid = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
+  GDN_LAUNCH((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan);
+  check(cudaGetLastError(), kOutput ? "prefill on sm_90a, recurrence" : "prefill on sm_90a, first pass");
+}
+
+template <bool kOutput, class T, class M>
+void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
+  // The first pass always takes whole heads: two groups hide each other's waits.
+  if constexpr (kOutput)
+    if (plan.path.rows != kHead) return launch<T, M, 1, kOutput>(p, plan, stream);
+  launch<T, M, 2, kOutput>(p, plan, stream);
+}
+
+template <bool kOutput>
+void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
+  if (p.dtype == DType::f16) return launch<kOutput, __half, __half>(p, plan, stream);
+  plan.path.half ? launch<kOutput, __nv_bfloat16, __half>(p, plan, stream) : launch<kOutput, __nv_bfloat16, __nv_bfloat16>(p, plan, stream);
+}
+
+}  // namespace
+
+void launch_recurrence(const PrefillParams& p, const Plan& plan, cudaStream_t stream) { launch<true>(p, plan, stream); }
+void launch_segments(const PrefillParams& p, const Plan& plan, cudaStream_t stream) { launch<false>(p, plan, stream); }
+
+}  // namespace sm90
+}  // namespace gdn
+#endif

@@ -1,0 +1,81 @@
+// Prefill on sm_90a: what its kernels leave for each other, and where. Chunks and their slots are those of workspace.h; what
+// lies in a slot is made for the copy engine: contiguous pieces that are, byte for byte, what wgmma wants in shared memory.
+//
+//   tiles    of q and of k, normalised, rows that are no tokens zero: [64, 128] 16-bit as two halves of 64 columns, rows of
+//            128 bytes, 16-byte piece c of row r at place c ^ (r % 8)
+//   record   of a state head: coupling, gates, scores. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
+//            16 k + 15, the target tokens from 16 k on, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
+//            lies above the diagonal is not stored. Gates: beta, beta * gamma, scale * gamma, tail [64 each]; the decay over
+//            the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
+#pragma once
+#include "workspace.h"
+
+// Whether this library has these kernels: it is for one architecture (backends/cuda/build.py).
+#if defined(GDN_EMULATE)
+#define GDN_SM90 1
+#elif defined(__CUDA_ARCH_LIST__)
+#define GDN_SM90 ((__CUDA_ARCH_LIST__) == 900)
+#else
+#define GDN_SM90 0
+#endif
+
+namespace gdn {
+namespace sm90 {
+
+constexpr int kHead = 128;                          // K = V
+constexpr int kTileBytes = kChunk * kHead * 2;      // of q, k
+constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lies above the diagonal
+constexpr int kGateFloats = 4 * kChunk + 4;
+enum GateArray { kBeta, kBetaGamma, kScaleGamma, kTail, kEnd };  // kEnd: [0] the decay, [1] the bound
+constexpr int kGatesAt = kTriangleBytes;
+constexpr int kScoresAt = kGatesAt + 1152;          // a multiple of 128
+constexpr int kRecordBytes = kScoresAt + kTriangleBytes;
+static_assert(kGateFloats * 4 <= 1152 && kRecordBytes % 128 == 0, "layout");
+
+// Where the strip of source tokens 16 k.. begins: in the triangle, and in the full matrix [64, 64] in shared memory, whose
+// strips have all 64 targets.
+__host__ __device__ constexpr int strip_at(int k) { return (8 * k - k * (k - 1)) * 256; }
+__host__ __device__ constexpr int strip_bytes(int k) { return (8 - 2 * k) * 256; }
+__host__ __device__ constexpr int full_strip_at(int k) { return 2560 * k; }
+constexpr int kFullStripBytes = 8 * 256;
+constexpr int kFullBytes = 4 * kFullStripBytes;
+
+// Which way a call goes. From shapes alone: heuristics on the host, prefill_heuristics.py.
+struct Path {
+  int32_t rows;     // V rows a CTA: 128 or 64
+  int32_t segment;  // chunks a segment of a split sequence; 0: not split
+  bool half;        // operands of products in fp16 for bf16 inputs too
+};
+
+struct Plan {
+  Path path;
+  int64_t slots, segments;    // of chunks, of segments
+  int32_t first_head, heads;  // of this pass
+  int32_t heads_a_block;
+  bool output_aligned;        // every head of output starts at a multiple of 16 bytes
+  char *records, *q_tiles, *k_tiles;
+  // Split sequences: the state that a segment reaches from nothing, and its transition, [segments, heads, 2, 128, 128];
+  // then, in place of the former, the state that the segment starts from.
+  float* states;
+  int32_t* nonzero;  // [segments, heads]: whether the transition is not zero to the last bit
+
+  __host__ __device__ char* record(int64_t slot, int head) const {
+    return records + (slot * heads + (head - first_head)) * kRecordBytes;
+  }
+  __host__ __device__ float* segment_state(int64_t segment, int head, int which) const {
+    return states + ((segment * heads + (head - first_head)) * 2 + which) * (kHead * kHead);
+  }
+};
+
+void launch_chunks(const PrefillParams& p, const Plan& plan, cudaStream_t stream);
+void launch_recurrence(const PrefillParams& p, const Plan& plan, cudaStream_t stream);
+void launch_segments(const PrefillParams& p, const Plan& plan, cudaStream_t stream);  // first pass
+void launch_scan(const PrefillParams& p, const Plan& plan, cudaStream_t stream);
+
+// The path as launch.cu sees it: whether it serves a call, how much of p.workspace it wants, and the call.
+bool serves(const PrefillParams& p);
+int64_t workspace(const PrefillParams& p);
+void launch(const PrefillParams& p, cudaStream_t stream);
+
+}  // namespace sm90
+}  // namespace gdn

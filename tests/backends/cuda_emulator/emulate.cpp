@@ -1,0 +1,157 @@
+// The scheduler of emulate.h, and the few runtime calls that host code makes.
+#include "emulate.h"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace emu {
+
+Fiber* self = nullptr;
+uint3 block_index;
+dim3 block_size, grid_size;
+unsigned char* shared = nullptr;
+
+namespace {
+
+constexpr size_t kStack = 256 << 10;
+
+struct Running {
+  Fiber fiber;
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  std::deque<Fiber::Copy> copies;
+  bool done = true;
+};
+
+ucontext_t scheduler;
+std::vector<std::unique_ptr<Running>> threads;
+Running* current = nullptr;
+const std::function<void()>* body = nullptr;
+Barrier barrier;
+std::minstd_rand randomness(1);
+
+void enter() {
+  (*body)();
+  current->done = true;
+  swapcontext(&current->context, &scheduler);
+}
+
+void apply(std::deque<Fiber::Copy>& copies, int before_group) {
+  while (!copies.empty() && copies.front().group < before_group) {
+    std::memcpy(copies.front().to, copies.front().data, 16);
+    copies.pop_front();
+  }
+}
+
+void run_block(int count) {
+  std::vector<Warp> warps((count + 31) / 32);
+  barrier = {};
+  for (int i = 0; i < count; i++) {
+    Running& t = *threads[i];
+    t.fiber = {};
+    t.fiber.thread = {unsigned(i), 0, 0};
+    t.fiber.lane = i % 32;
+    t.fiber.warp = &warps[i / 32];
+    t.copies.clear();
+    t.fiber.copies = &t.copies;
+    t.done = false;
+    getcontext(&t.context);
+    t.context.uc_stack.ss_sp = t.stack.get();
+    t.context.uc_stack.ss_size = kStack;
+    t.context.uc_link = &scheduler;
+    makecontext(&t.context, enter, 0);
+  }
+  std::vector<int> order(count);
+  for (int i = 0; i < count; i++) order[i] = i;
+  for (int left = count; left > 0;) {
+    std::shuffle(order.begin(), order.end(), randomness);
+    bool moved = false;
+    for (int i : order) {
+      Running& t = *threads[i];
+      if (t.done || (t.fiber.waits_on && *t.fiber.waits_on == t.fiber.waits_while)) continue;
+      t.fiber.waits_on = nullptr;
+      current = &t;
+      self = &t.fiber;
+      moved = true;
+      swapcontext(&scheduler, &t.context);
+      if (t.done) left--;
+    }
+    if (!moved) {
+      std::fprintf(stderr, "emulator: the threads of a block wait for each other for ever\n");
+      std::abort();
+    }
+  }
+}
+
+}  // namespace
+
+void wait(Barrier& b, int count) {
+  const uint64_t generation = b.generation;
+  if (++b.arrived == count) {
+    b.arrived = 0;
+    b.generation++;
+    return;
+  }
+  self->waits_on = &b.generation;
+  self->waits_while = generation;
+  swapcontext(&current->context, &scheduler);
+}
+
+void block_barrier() { wait(barrier, int(block_size.x)); }
+
+void copy(void* to, const void* from, bool valid) {
+  if ((reinterpret_cast<uintptr_t>(to) | (valid ? reinterpret_cast<uintptr_t>(from) : 0)) % 16) std::abort();
+  Fiber::Copy copy{to, {}, self->open_group};
+  if (valid) std::memcpy(copy.data, from, 16);
+  // What was there must not be read until the copy has arrived.
+  std::memset(to, 0xff, 16);
+  static_cast<std::deque<Fiber::Copy>*>(self->copies)->push_back(copy);
+}
+void copy_commit() { self->open_group++; }
+void copy_wait(int pending) { apply(*static_cast<std::deque<Fiber::Copy>*>(self->copies), self->open_group - pending); }
+
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
+  while (threads.size() < block.x) threads.push_back(std::make_unique<Running>());
+  std::vector<unsigned char> memory(shared_bytes + 128 + 64);
+  shared = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
+  body = &thread;
+  block_size = block;
+  grid_size = grid;
+  for (unsigned z = 0; z < grid.z; z++)
+    for (unsigned y = 0; y < grid.y; y++)
+      for (unsigned x = 0; x < grid.x; x++) {
+        block_index = {x, y, z};
+        std::memset(shared, 0xff, shared_bytes);
+        std::memset(shared + shared_bytes, 0xa5, 64);
+        run_block(int(block.x));
+        for (int i = 0; i < 64; i++)
+          if (shared[shared_bytes + i] != 0xa5) {
+            std::fprintf(stderr, "emulator: a kernel wrote past its shared memory\n");
+            std::abort();
+          }
+      }
+}
+
+}  // namespace emu
+
+extern "C" {
+const char* cudaGetErrorString(cudaError_t) { return "no error: this is an emulator"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+// A number beyond those that device.h remembers, so that a test may change what follows.
+cudaError_t cudaGetDevice(int* device) { return *device = 64, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  // As many multiprocessors as the test asks for, so that each way of splitting work gets its turn.
+  const char* wanted = std::getenv(attribute == cudaDevAttrMultiProcessorCount ? "EMULATED_MULTIPROCESSORS" : "EMULATED_SHARED");
+  *value = wanted ? std::atoi(wanted) : attribute == cudaDevAttrMultiProcessorCount ? 4 : 227 << 10;
+  return cudaSuccess;
+}
+}

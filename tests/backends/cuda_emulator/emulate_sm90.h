@@ -1,0 +1,156 @@
+// The machine from sm_90a on, on a CPU: csrc/common/sm90_primitives.cuh says what each function does. Shared memory layouts
+// are decoded as the descriptors say, barriers count arrivals and bytes, and copies poison their target first.
+#pragma once
+#include <climits>
+#include <map>
+
+#include "emulate.h"
+
+namespace emu {
+
+// What an mbarrier is; found by its address in shared memory.
+struct MemoryBarrier {
+  int arrivals = 0, pending = 0, parity = 0;
+  long bytes = 0;
+  Barrier waiters;
+};
+
+inline MemoryBarrier& memory_barrier(uint64_t* address) {
+  static std::map<uint64_t*, MemoryBarrier> all;
+  return all[address];
+}
+
+inline void end_phase_if_complete(MemoryBarrier& b) {
+  if (b.pending > 0 || b.bytes > 0) return;
+  b.pending = b.arrivals;
+  b.parity ^= 1;
+  b.waiters.arrived = 0;
+  b.waiters.generation++;
+}
+
+}  // namespace emu
+
+namespace gdn {
+
+inline void barrier_init(uint64_t* barrier, int arrivals) {
+  auto& b = emu::memory_barrier(barrier);
+  b = {};
+  b.arrivals = b.pending = arrivals;
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(uint64_t* barrier) {
+  auto& b = emu::memory_barrier(barrier);
+  if (--b.pending < 0) std::abort();
+  emu::end_phase_if_complete(b);
+}
+inline void barrier_arrive_expect(uint64_t* barrier, int bytes) {
+  emu::memory_barrier(barrier).bytes += bytes;
+  barrier_arrive(barrier);
+}
+inline void barrier_arrive_copies(uint64_t* barrier) {
+  emu::copy_commit();
+  emu::copy_wait(0);
+  barrier_arrive(barrier);
+}
+inline void barrier_wait(uint64_t* barrier, int parity) {
+  auto& b = emu::memory_barrier(barrier);
+  if (b.parity == parity) emu::wait(b.waiters, INT_MAX);
+  if (b.parity == parity) std::abort();
+}
+
+inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
+  std::memcpy(to, from, bytes);
+  auto& b = emu::memory_barrier(barrier);
+  b.bytes -= bytes;
+  emu::end_phase_if_complete(b);
+}
+inline void fence_async_proxy() {}
+template <int N>
+inline void registers_up() {}
+template <int N>
+inline void registers_down() {}
+inline uint8_t* align_shared(uint8_t* shared, uint32_t alignment) {
+  return shared + (-reinterpret_cast<uintptr_t>(shared) & (alignment - 1));
+}
+
+inline void store_tiles_transposed(void* row, const uint32_t (&x)[4]) {
+  struct Mine {
+    void* row;
+    uint32_t x[4];
+  } mine{row, {x[0], x[1], x[2], x[3]}}, all[32];
+  emu::gather(mine, all);
+  // Lane r of eight writes row r of tile i: elements (0, r) to (7, r) of the registers' tile.
+  const int i = emu::self->lane / 8, r = emu::self->lane % 8;
+  uint16_t out[8];
+  for (int j = 0; j < 8; j++) out[j] = uint16_t(all[4 * j + r / 2].x[i] >> (r % 2 * 16));
+  if (reinterpret_cast<uintptr_t>(row) % 16) std::abort();
+  std::memcpy(row, out, 16);
+}
+
+inline void multiply_fence() {}
+inline void multiply_commit() {}
+template <int N>
+inline void multiply_wait() {}
+template <class X>
+inline void pin(X&) {}
+
+enum class Layout : uint32_t { plain = 0, swizzled = 1 };
+
+struct Descriptor {
+  const uint8_t* start;
+  Layout layout;
+  uint32_t leading, stride;
+};
+
+inline Descriptor describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
+  if (reinterpret_cast<uintptr_t>(b) % 16) std::abort();
+  return {static_cast<const uint8_t*>(b), layout, leading, stride};
+}
+
+// Address bits 4 to 6 are exchanged with those of 7 to 9, as the hardware does.
+inline const uint8_t* swizzle(const uint8_t* address, Layout layout) {
+  const auto x = reinterpret_cast<uintptr_t>(address);
+  return layout == Layout::plain ? address : reinterpret_cast<const uint8_t*>(x ^ (x >> 7 & 7) << 4);
+}
+
+// A warp's 16 rows of a product, with element (k, n) of b found by `at`.
+template <class T, int N, class At>
+inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
+  struct Mine {
+    uint32_t a[4];
+  } mine{{a[0], a[1], a[2], a[3]}}, all[32];
+  emu::gather(mine, all);
+  const int g = emu::self->lane / 4, p = emu::self->lane % 4;
+  float left[2][16];
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < 16; k++) left[i][k] = element<T>(all[g * 4 + k % 8 / 2].a[i + k / 8 * 2], k % 2);
+  for (int n = 0; n < N; n++)
+    for (int e = 0; e < 2; e++)
+      for (int i = 0; i < 2; i++) {
+        double sum = add ? d[n][2 * i + e] : 0.;
+        for (int k = 0; k < 16; k++) {
+          T right;
+          std::memcpy(&right, at(k, 8 * n + 2 * p + e), 2);
+          sum += double(left[i][k]) * float(right);
+        }
+        d[n][2 * i + e] = float(sum);
+      }
+}
+
+template <class T>
+inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Descriptor& b, int add) {
+  multiply<T>(d, a, add, [&](int k, int n) {
+    if (b.layout == Layout::plain) return b.start + k / 8 * b.leading + n / 8 * b.stride + n % 8 * 16 + k % 8 * 2;
+    return swizzle(b.start + n / 8 * b.stride + n % 8 * 128 + k * 2, b.layout);
+  });
+}
+template <class T>
+inline void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Descriptor& b, int add) {
+  multiply<T>(d, a, add, [&](int k, int n) {
+    if (b.layout == Layout::plain) std::abort();
+    return swizzle(b.start + n / 64 * b.leading + k / 8 * b.stride + k % 8 * 128 + n % 64 * 2, b.layout);
+  });
+}
+
+}  // namespace gdn
