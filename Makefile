@@ -1,5 +1,6 @@
 # make demo    the main job on this project's own documents
-# make test    all tests that this machine can run
+# make test    all tests that this machine can run in minutes
+#              (make test-interpreter, make test-build: the Triton kernels interpreted, the CUDA sources compiled)
 #
 # Both work in a fresh clone: they make an environment in .venv, once, and install into it. Variables:
 #   PYTHON       the Python to make it from (3.10 to 3.13). A torch that this Python has is used as it is.
@@ -17,12 +18,12 @@ DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 
 # Tensors are small in the tests: threads would spend their time on waiting for each other.
-test test-interpreter: export OMP_NUM_THREADS ?= 1
+test test-interpreter test-build: export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-interpreter doctor wheel lint clean distclean help
+.PHONY: demo test test-interpreter test-build doctor wheel lint clean distclean help
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -37,6 +38,10 @@ test: $(VENV)/.tests
 test-interpreter: $(VENV)/.tests
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/conformance --suite=small --gdn-backend=triton $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/backends -k triton $(PYTEST_ARGS)
+
+# The CUDA sources: compiled for every architecture that the nvcc here knows, and run on the CPU by an emulator.
+test-build: $(VENV)/.tests
+	$(BIN)/python -m pytest -m build --build $(PYTEST_ARGS)
 
 doctor: $(VENV)/.demo
 	$(BIN)/python -m gdn_multi doctor

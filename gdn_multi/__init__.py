@@ -25,6 +25,7 @@ from .gdn_paged import (  # noqa: E402
 )
 from .gdn_prefill import chunk_gated_delta_rule  # noqa: E402
 from .registry import register_backend, registered_backends, unregister_backend  # noqa: E402
+from .warmup import WarmupReport, compilations, warmup  # noqa: E402
 from .request import DecodeRequest, PageTable, PrefillRequest, SlotsRequest  # noqa: E402
 
 __all__ = [
@@ -37,8 +38,10 @@ __all__ = [
     "PageTable",
     "PrefillRequest",
     "SlotsRequest",
+    "WarmupReport",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_paged",
+    "compilations",
     "explain",
     "gated_delta_rule_decode_paged",
     "gated_delta_rule_decode_pretranspose",
@@ -51,4 +54,5 @@ __all__ = [
     "register_backend",
     "registered_backends",
     "unregister_backend",
+    "warmup",
 ]

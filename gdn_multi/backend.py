@@ -65,6 +65,10 @@ class Backend:
         """
         return None
 
+    def compilations(self) -> int:
+        """How often this backend has compiled or loaded a kernel or library in this process (``gdn_multi.warmup``)."""
+        return 0
+
     # --- helpers for backends ----------------------------------------------------------------
 
     def with_slots(self, request):

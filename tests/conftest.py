@@ -7,6 +7,7 @@ own reasons, in tests/conformance/test_conf_usable.py.
     --suite=small        only the tests marked ``small``, on small sizes: what Triton's interpreter can run
     --gdn-backend=NAME   only this backend (may be repeated); it must then be usable
     --gdn-device=DEVICE  cpu, cuda, cuda:1, ...
+    --build              also the tests that compile csrc/
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ def pytest_addoption(parser):
     parser.addoption("--suite", choices=("full", "small"), default="full", help="conformance tests to run")
     parser.addoption("--gdn-backend", action="append", default=None, help="only this backend (may be repeated)")
     parser.addoption("--gdn-device", default=None, help="device of the conformance tests")
+    parser.addoption("--build", action="store_true", help="also the tests that compile csrc/, which takes minutes")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "small: part of the selection that runs under Triton's interpreter")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "build: compiles csrc/; runs with --build")
 
 
 def pytest_generate_tests(metafunc):
@@ -48,6 +51,11 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--build"):
+        skip = pytest.mark.skip(reason="compiles csrc/, which takes minutes: --build, or make test-build")
+        for item in items:
+            if item.get_closest_marker("build") is not None:
+                item.add_marker(skip)
     if config.getoption("--suite") != "small":
         return
     dropped = [i for i in items if "door" in getattr(i, "fixturenames", ()) and i.get_closest_marker("small") is None]

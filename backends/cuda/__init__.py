@@ -144,6 +144,9 @@ class CudaBackend(Backend):
             return entry
         return build.build(arch, toolchain=toolchain, say=_say)
 
+    def compilations(self) -> int:
+        return len(self._libraries)  # each built or found, and loaded, once
+
     # --- what it serves ----------------------------------------------------------------------
 
     def reasons_against(self, request) -> Reasons:

@@ -15,6 +15,7 @@
 #include "../common/device.h"
 #include "../common/primitives.cuh"
 #include "../common/rows.cuh"
+#include "sm90_decode.h"
 
 namespace gdn {
 namespace {
@@ -315,6 +316,7 @@ void launch(const DecodeParams& p, cudaStream_t stream) {
 
 void launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (p.batch == 0) return;
+  if (launch_decode_sm90(p, multiprocessors(), stream, kDecodeByHeuristics)) return;
   switch (p.state.dtype) {
     case DType::f32:
       return launch<float>(p, stream);

@@ -579,9 +579,10 @@ struct Call {
   template <class State, int K, int R>
   void launch_single() const {
     const Work w = work<State, K, R>(1);
-    const unsigned x = unsigned(((p.heads << w.part_shift) + plan.warps - 1) / plan.warps);
+    const int warps = std::min(plan.warps, kMaxThreads / 32);  // a plan of another kind may come here for K = 64
+    const unsigned x = unsigned(((p.heads << w.part_shift) + warps - 1) / warps);
     const unsigned y = unsigned(std::min(p.batch, kMaxGrid)), z = unsigned((p.batch + kMaxGrid - 1) / kMaxGrid);
-    GDN_LAUNCH((single<State, K, R>), dim3(x, y, z), dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
+    GDN_LAUNCH((single<State, K, R>), dim3(x, y, z), dim3(unsigned(warps * 32)), 0, stream, p, w);
   }
 
   template <class State, int K>

@@ -278,6 +278,7 @@ def library():
     return entry, load_library(str(entry.library), "sm_80")
 
 
+@pytest.mark.build
 def test_library_needs_no_driver(library):
     """It loads here, without a GPU, and asks for no library of the driver or the toolkit."""
     entry, _ = library
@@ -285,6 +286,7 @@ def test_library_needs_no_driver(library):
     assert "libtvm_ffi" in listed and "libcuda" not in listed, listed
 
 
+@pytest.mark.build
 def test_no_kernel_spills(library):
     entry, _ = library
     kernels = build.ptxas_report(entry.report)
@@ -304,6 +306,7 @@ def decode_arguments(**changes):
     return tuple(given.values())
 
 
+@pytest.mark.build
 def test_wrong_device_is_a_value_error(library):
     with pytest.raises(ValueError, match="q must be on a CUDA device"):
         library[1].decode(*decode_arguments())
@@ -325,7 +328,7 @@ def every_architecture():
     return [arch for arch in build.ARCHITECTURES.values() if toolchain.supports(arch)]
 
 
-@pytest.mark.skipif(not os.environ.get("CI"), reason="compiles csrc for every architecture, minutes each; set CI=1")
+@pytest.mark.build
 @pytest.mark.parametrize("arch", every_architecture())
 def test_every_architecture_compiles_without_spills(arch):
     entry = build.build(arch)

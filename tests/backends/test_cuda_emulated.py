@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
+pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gdn_multi  # noqa: E402

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
+pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gdn_multi.backends.cuda import build  # noqa: E402

@@ -26,7 +26,7 @@ def build_library(folder: Path) -> Path:
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
     sources = build.sources()
-    mine = sorted(HERE.glob("emulate.*"))
+    mine = sorted({*HERE.glob("emulate.*"), *HERE.glob("*.h")})
     digest = hashlib.sha256(repr(FLAGS).encode())
     for path in [*sources, *mine]:
         digest.update(path.read_bytes())

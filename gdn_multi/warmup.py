@@ -1,0 +1,251 @@
+"""No surprise at the first request: build, load and compile before serving what a model's calls will need."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Callable, Iterator, List, Optional, Tuple
+
+import torch
+
+from . import dispatch
+from .registry import registry
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What :func:`warmup` did."""
+
+    seconds: float
+    """Time it took, wall clock."""
+    calls: int
+    """Calls made, over all backends."""
+    compilations: int
+    """Kernels or libraries compiled or loaded during them."""
+    backends: Tuple[str, ...]
+    """The backends that were warmed up."""
+
+
+def compilations() -> int:
+    """How often a backend has compiled or loaded a kernel or a library in this process.
+
+    After :func:`warmup` it does not move any more for the calls that the warm-up was told of.
+    """
+    made = (registry._made.get(name) for name in registry.names())
+    return sum(backend.compilations() for backend in made if backend is not None)
+
+
+def warmup(
+    *,
+    num_q_heads: int,
+    num_v_heads: int,
+    num_k_heads: Optional[int] = None,
+    head_size_k: int = 128,
+    head_size_v: Optional[int] = None,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    gate_dtype: Optional[torch.dtype] = None,
+    parameter_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    max_batch: int = 64,
+    max_tokens: int = 8192,
+    max_decode_tokens: int = 1,
+    page_size: int = 1024,
+    raw_gates: bool = True,
+    backends: Optional[Tuple[str, ...]] = None,
+    device: Optional[torch.device] = None,
+    progress: Optional[Callable[[str], None]] = None,
+) -> WarmupReport:
+    """Build, load and compile everything that a model's calls will need, on every backend that may serve them.
+
+    Makes small prefill and decode calls like the model's, on scratch memory, with each backend that the policy may
+    choose here, so that no later call compiles anything; :func:`compilations` counts.
+
+    Parameters
+    ----------
+    num_q_heads, num_k_heads, num_v_heads : int
+        Heads of this rank; ``num_k_heads`` defaults to ``num_q_heads``.
+    head_size_k, head_size_v : int
+        K and V; V defaults to K.
+    dtype, state_dtype, gate_dtype, parameter_dtype, index_dtype : torch.dtype
+        Of q, k and v; of the pool; of raw gates, a and b (default: ``dtype``); of A_log and dt_bias; of index tensors.
+    max_batch : int
+        The most sequences of one call.
+    max_tokens : int
+        The most tokens of one prefill call.
+    max_decode_tokens : int
+        The most tokens a sequence of one decode call (speculative decoding).
+    page_size : int
+        Tokens a page.
+    raw_gates : bool
+        Whether prefill gets raw gates, beta logits and unnormalised q and k (as a model makes the call); the plain
+        call, linear gates and normalised q and k, is warmed up too.
+    backends : tuple of str, optional
+        These backends instead of those of the policy.
+    device : torch.device, optional
+        Default: the current CUDA device, else the CPU.
+    progress : callable, optional
+        Gets a line of text now and then; default: print to stderr.
+
+    Returns
+    -------
+    WarmupReport(seconds, calls, compilations, backends)
+    """
+    start, before = time.perf_counter(), compilations()
+    say = progress or (lambda text: print(f"gdn_multi warmup: {text}", file=sys.stderr, flush=True))
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    names = tuple(backends) if backends is not None else tuple(dispatch._policy())
+    usable = tuple(name for name in names if not dispatch._unusable(name, device))
+    if backends is None and device.type == "cuda" and len(usable) > 1:
+        usable = tuple(name for name in usable if name != "torch")  # it compiles nothing, and is the last resort
+    model = _Model(
+        num_q_heads, num_k_heads or num_q_heads, num_v_heads, head_size_k, head_size_v or head_size_k, dtype,
+        state_dtype, gate_dtype or dtype, parameter_dtype, index_dtype, page_size, device,
+    )  # fmt: skip
+    calls = 0
+    with torch.no_grad():
+        for name in usable:
+            for what, call in model.calls(max_batch, max_tokens, max_decode_tokens, raw_gates):
+                began, compiled = time.perf_counter(), compilations()
+                try:
+                    call(name)
+                except NotImplementedError:
+                    continue  # not served by this backend: never chosen for it either
+                calls += 1
+                if compilations() != compiled:
+                    say(f"{name}: {what}, {time.perf_counter() - began:.1f} s")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    report = WarmupReport(time.perf_counter() - start, calls, compilations() - before, usable)
+    say(f"{report.calls} calls, {report.compilations} compiled or loaded, {report.seconds:.1f} s: {', '.join(usable)}")
+    return report
+
+
+def _steps(most: int, factor: int = 4) -> List[int]:
+    """1, 4, 16, ... and ``most``."""
+    values, value = [], 1
+    while value < most:
+        values.append(value)
+        value *= factor
+    return [*values, most]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Random calls of a model's sizes."""
+
+    hq: int
+    hk: int
+    hv: int
+    size_k: int
+    size_v: int
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    gate_dtype: torch.dtype
+    parameter_dtype: torch.dtype
+    index_dtype: torch.dtype
+    page_size: int
+    device: torch.device
+
+    @property
+    def heads(self) -> int:
+        return max(self.hq, self.hv)
+
+    def calls(self, batch: int, tokens: int, decode_tokens: int, raw: bool) -> Iterator[Tuple[str, Callable]]:
+        for count in _steps(batch):
+            for steps in sorted({1, decode_tokens}):
+                yield f"decode, {count} sequences, {steps} tokens", lambda b, n=count, t=steps: self.decode(b, n, t)
+        for count in _steps(batch):
+            for total in _steps(tokens):
+                if total < count:
+                    continue
+                for as_model in (False, True) if raw else (False,):
+                    what = f"prefill, {count} sequences, {total} tokens" + (", raw gates" if as_model else "")
+                    yield what, lambda b, n=count, t=total, m=as_model: self.prefill(b, n, t, m)
+
+    def _random(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        return torch.rand(shape, device=self.device).to(dtype or self.dtype)
+
+    def _ints(self, values) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=self.index_dtype, device=self.device)
+
+    def _pool(self, rows: int) -> torch.Tensor:
+        shape = (rows, self.heads, self.size_v, self.size_k)
+        return torch.zeros(shape, dtype=self.state_dtype, device=self.device)
+
+    def _parameters(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        zeros = torch.zeros(self.heads, dtype=self.parameter_dtype, device=self.device)
+        return zeros, zeros.clone()
+
+    def decode(self, backend: str, n: int, steps: int) -> None:
+        import gdn_multi
+
+        q, k = self._random(n, steps, self.hq, self.size_k), self._random(n, steps, self.hq, self.size_k)
+        v = self._random(n, steps, self.hv, self.size_v)
+        a, b = (self._random(n, steps, self.hv, dtype=self.gate_dtype) for _ in range(2))
+        (A_log, dt_bias), pool = self._parameters(), self._pool(n)
+        rows = self._ints(range(n))
+        common = dict(q=q, k=k, v=v, A_log=A_log, a=a, dt_bias=dt_bias, b=b, backend=backend)
+        plain = gdn_multi.gated_delta_rule_decode_pretranspose
+        plain(**common, state=None, initial_state=pool, initial_state_indices=rows)
+        plain(**common, state=None, initial_state=pool, initial_state_indices=rows, output_state_indices=rows)
+        if steps == 1:
+            plain(**common, state=pool)
+            table = dict(
+                page_indices=rows, page_indptr=self._ints(range(n + 1)), last_page_len=self._ints([2] * n)
+            )  # fmt: skip
+            gdn_multi.gated_delta_rule_decode_paged(**common, state_pool=pool, **table)
+            slots = self._slots(backend, gdn_multi.gdn_paged_decode_slots, **table)
+            gdn_multi.gated_delta_rule_decode_paged(**common, state_pool=pool, **table, slots=slots)
+        else:
+            buffer = torch.zeros(n, steps, *pool.shape[1:], dtype=self.state_dtype, device=self.device)
+            plain(
+                **common, state=None, initial_state=pool, initial_state_indices=rows,
+                intermediate_states_buffer=buffer, disable_state_update=True,
+            )  # fmt: skip
+
+    def prefill(self, backend: str, n: int, total: int, as_model: bool) -> None:
+        import gdn_multi
+
+        q, k = self._random(total, self.hq, self.size_k), self._random(total, self.hk, self.size_k)
+        v = self._random(total, self.hv, self.size_v)
+        length = total // n
+        bounds = [i * length for i in range(n)] + [total]
+        common = dict(q=q, k=k, v=v, cu_seqlens=self._ints(bounds), backend=backend)
+        if as_model:
+            A_log, dt_bias = self._parameters()
+            g, beta = (self._random(total, self.heads, dtype=self.gate_dtype) for _ in range(2))
+            common.update(
+                g=g, beta=beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, beta_is_logit=True,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+        else:
+            g, beta = (self._random(total, self.heads, dtype=torch.float32) for _ in range(2))
+            common.update(g=g, beta=beta)
+        gdn_multi.chunk_gated_delta_rule(**common, output_final_state=True)
+        gdn_multi.chunk_gated_delta_rule(**common, initial_state=self._pool(n), output_final_state=True)
+        lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+        pages = [max(1, -(-x // self.page_size)) for x in lengths]
+        table = dict(
+            page_indices=self._ints(range(sum(pages))),
+            page_indptr=self._ints([sum(pages[:i]) for i in range(n + 1)]),
+            page_size=self.page_size,
+            last_page_len=self._ints([x - (p - 1) * self.page_size for x, p in zip(lengths, pages)]),
+        )
+        pool = self._pool(sum(pages))
+        gdn_multi.chunk_gated_delta_rule_paged(**common, state_pool=pool, **table)
+        slots = self._slots(backend, gdn_multi.gdn_paged_prefill_slots, cu_seqlens=common["cu_seqlens"], **table)
+        gdn_multi.chunk_gated_delta_rule_paged(**common, state_pool=pool, **table, slots=slots)
+
+    @staticmethod
+    def _slots(backend: str, function: Callable, **arguments):
+        """Rows of a page table from this backend, whatever the variables say."""
+        request, _ = dispatch.build_request(function, **arguments)
+        registry.get(backend).page_slots(request)
+        import gdn_multi
+
+        kind = gdn_multi.GDNPagedPrefillSlots if request.is_prefill else gdn_multi.GDNPagedDecodeSlots
+        return kind(*request.out)
