@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from functools import lru_cache
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 
@@ -63,6 +63,11 @@ class TritonBackend(Backend):
         from .decode import decode
 
         decode(request)
+
+    def express_decode(self, request: DecodeRequest) -> Optional[Callable[..., bool]]:
+        from .decode import express_decode
+
+        return express_decode(request)
 
     def page_slots(self, request: SlotsRequest) -> None:
         from .slots import page_slots

@@ -68,7 +68,7 @@ def log2_decay(gate, A_log, dt_bias, KIND: tl.constexpr):
 @triton.jit
 def inverse_norm(x, AXIS: tl.constexpr):
     """1 / sqrt(sum(x^2) + 1e-6) of float32 ``x`` along ``AXIS``."""
-    return 1.0 / tl.sqrt(tl.sum(x * x, axis=AXIS) + 1e-6)
+    return tl.rsqrt(tl.sum(x * x, axis=AXIS) + 1e-6)
 
 
 #: Whether the kernels of this process are interpreted: Triton decides it when it decorates them.

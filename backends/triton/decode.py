@@ -13,13 +13,13 @@ so that both reductions over K read the loaded tile and can run side by side.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from gdn_multi.request import DecodeRequest
+from gdn_multi.request import DecodeRequest, PageTable
 
 from .common import inverse_norm, raw_log_decay, sigmoid
 from .decode_heuristics import tile
@@ -171,36 +171,96 @@ _MAX_LAUNCHES = 4096
 def decode(request: DecodeRequest) -> None:
     """Fill ``request.output`` and write the states, in one launch."""
     r = request
+    launch = _launch_for(r)
+    if launch is not None:
+        inter = r.state if r.intermediate_states is None else r.intermediate_states
+        launch(r.q, r.k, r.state, inter, r.v, r.a, r.b, r.A_log, r.dt_bias, r.output, *_rows(r)[1:])
+
+
+def express_decode(request: DecodeRequest) -> Optional[Callable[..., bool]]:
+    """Calls like ``request`` from their tensors alone; see ``Backend.express_decode``."""
+    r = request
+    launch = _launch_for(r)
+    steps = r.intermediate_states
+    if launch is None or _skewed(r.q, r.k, r.state, r.state if steps is None else steps):
+        return None
+    pages = r.pages or PageTable(None, None, None)  # type: ignore[arg-type]
+    rows = r.read_rows, r.write_rows, pages.page_indices, pages.page_indptr, pages.last_page_len
+    has_steps = steps is not None
+    has_rows, has_pages = r.read_rows is not None, r.pages is not None
+    # Sizes, steps, types and places of the tensors: those that every call has, then those that it may have.
+    alike = tuple(
+        fact
+        for x in (r.q, r.k, r.v, r.A_log, r.a, r.dt_bias, r.b, r.state, r.output)
+        for fact in (x.shape, x.stride(), x.dtype, x.device)
+    )
+    alike_rows = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*rows, steps))
+
+    def again(q, k, v, A_log, a, dt_bias, b, state, read, write, steps, indices, indptr, last, output) -> bool:
+        if (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device, A_log.shape, A_log.stride(), A_log.dtype, A_log.device,
+            a.shape, a.stride(), a.dtype, a.device, dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device,
+            b.shape, b.stride(), b.dtype, b.device, state.shape, state.stride(), state.dtype, state.device,
+            output.shape, output.stride(), output.dtype, output.device,
+        ) != alike:  # fmt: skip
+            return False
+        if tuple(
+            [
+                None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+                for x in (read, write, indices, indptr, last, steps)
+            ]
+        ) != alike_rows:  # fmt: skip
+            return False
+        inter = steps if has_steps else state
+        if (q.data_ptr() | k.data_ptr() | state.data_ptr() | inter.data_ptr()) & 15:
+            return False
+        if has_pages:
+            launch(q, k, state, inter, v, a, b, A_log, dt_bias, output, indices, indptr, last)
+        elif has_rows:
+            launch(q, k, state, inter, v, a, b, A_log, dt_bias, output, read, write, read)
+        else:
+            launch(q, k, state, inter, v, a, b, A_log, dt_bias, output, state, state, state)
+        return True
+
+    return again
+
+
+def _rows(r: DecodeRequest) -> Tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the pool rows come from, and the kernel's three tensors for that; the state stands in for absent ones."""
+    if r.pages is not None:
+        return ROWS_OF_PAGES, r.pages.page_indices, r.pages.page_indptr, r.pages.last_page_len
+    if r.read_rows is not None:
+        return ROWS_GIVEN, r.read_rows, r.write_rows, r.read_rows
+    return ROWS_ARE_SEQUENCES, r.state, r.state, r.state
+
+
+def _skewed(*tensors: torch.Tensor) -> Tuple[bool, ...]:
+    """Which of these are not divisible by 16, for Triton specialises on that; () for none."""
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    return () if address % 16 == 0 else tuple(x.data_ptr() % 16 != 0 for x in tensors)
+
+
+def _launch_for(r: DecodeRequest) -> Optional[Launch]:
+    """The launch that serves ``r`` and calls like it; None when there is nothing to do."""
     q, k, v, a, b, state, output = r.q, r.k, r.v, r.a, r.b, r.state, r.output
-    inter, pages = r.intermediate_states, r.pages
-    if pages is not None:
-        rows, first, second, third = ROWS_OF_PAGES, pages.page_indices, pages.page_indptr, pages.last_page_len
-    elif r.read_rows is not None:
-        rows, first, second = ROWS_GIVEN, r.read_rows, r.write_rows
-        third = first
-    else:
-        rows = ROWS_ARE_SEQUENCES
-        first = second = third = state
-    if inter is None:
-        inter, has_inter = state, False
-    else:
-        has_inter = True
-    # Which of the four wide pointers are not divisible by 16; Triton specialises on that.
-    address = q.data_ptr() | k.data_ptr() | state.data_ptr() | inter.data_ptr()
-    skewed = () if address % 16 == 0 else tuple(x.data_ptr() % 16 != 0 for x in (q, k, state, inter))
+    rows, first, second, third = _rows(r)
+    has_inter = r.intermediate_states is not None
+    inter = r.intermediate_states if has_inter else state
+    skewed = _skewed(q, k, state, inter)
     key = (
         q.shape, v.shape, q.stride(), k.stride(), v.stride(), a.stride(), b.stride(), state.stride(), inter.stride(),
         output.stride(), q.dtype, state.dtype, a.dtype, b.dtype, r.A_log.dtype, r.dt_bias.dtype, first.dtype,
         second.dtype, third.dtype, rows, has_inter, r.update_state, r.use_qk_l2norm, r.scale, skewed, r.device,
     )  # fmt: skip
     launch = _LAUNCHES.get(key)
-    if launch is None:
-        if r.batch == 0:
-            return
+    if launch is None and r.batch > 0 and r.num_tokens > 0:
         if len(_LAUNCHES) >= _MAX_LAUNCHES:
             _LAUNCHES.clear()
         launch = _LAUNCHES[key] = _make_launch(r, rows, inter, has_inter, skewed)
-    launch(q, k, state, inter, v, a, b, r.A_log, r.dt_bias, output, first, second, third)
+    return launch
 
 
 def _strides(tensor: torch.Tensor, dims: int) -> Tuple[int, ...]:

@@ -1,13 +1,14 @@
 """Tuning choices of the prefill, all of them.
 
 ``python -m gdn_multi.backends.triton.tune`` times the candidates on a GPU and prints the table to put here.
-Nothing in this file has been measured yet: the numbers come from arithmetic.
+The estimates of what cutting costs are fitted to a table of whole calls on an H200; the tiles come from arithmetic and
+from what the compiler makes of them (registers, spills), and are marked so until they are measured.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 import torch
 
@@ -37,22 +38,27 @@ OVERRIDES: Dict[str, Any] = {}
 #: is through with the one before, so two programs of an SM hide each other's waits; with three stages one program does
 #: without, but its tiles fill the shared memory.
 _TILES = {
-    ("sm_90", True, True): Tiles(4, 168, 1, 64, 4, 2, 3, 3, 16, 8, 2),  # not yet measured
+    ("sm_90", True, True): Tiles(4, 168, 4, 64, 4, 2, 3, 3, 16, 8, 2),  # not yet measured
     ("sm_90", True, False): Tiles(4, 0, 1, 64, 8, 1, 1, 1, 16, 8, 1),  # not yet measured
-    ("other", True, True): Tiles(4, 0, 1, 32, 4, 2, 2, 2, 16, 8, 1),  # not yet measured
+    ("other", True, True): Tiles(4, 0, 4, 32, 4, 2, 2, 2, 16, 8, 1),  # not yet measured
     ("other", True, False): Tiles(4, 0, 1, 32, 8, 1, 1, 1, 16, 8, 1),  # not yet measured
     ("sm_90", False, True): Tiles(4, 0, 1, 16, 4, 1, 1, 1, 16, 8, 1),  # not yet measured
     ("sm_90", False, False): Tiles(8, 0, 1, 16, 8, 1, 1, 1, 16, 8, 1),  # not yet measured
 }
 _TILES.update({("other", *key[1:]): _TILES[key] for key in (("sm_90", False, True), ("sm_90", False, False))})
 
-#: A sequence is cut where that shortens the estimated time of the recurrence to less than this fraction.
-_WORTH_CUTTING = 0.8
-_SEGMENT_CHUNKS = (8, 16, 32, 64)
+#: Sequences are cut where that shortens the estimated time of a call to less than this fraction, should one sequence
+#: be as long as the bound says, and to no more than the second, should all be alike.
+_WORTH_CUTTING, _BEARABLE = 0.9, 1.04
+_SEGMENT_CHUNKS = (8, 16, 32, 64, 128)
 #: Programs of recur that an SM runs side by side.
 _PROGRAMS_PER_SM = 2
-#: Estimated us: a chunk of recur with output, a chunk without, a segment of scan, the two launches more.
-_FINAL_US, _LOCAL_US, _SCAN_US, _LAUNCH_US = 1.4, 1.1, 1.0, 6.0  # not yet measured
+#: Estimated us, fitted to whole calls of the table on an H200 (they come out within 12%): a chunk of recur where an SM
+#: runs one program and where it runs two, what a pass without output takes of that, the start of a round of programs, a
+#: segment of scan, the launches that cutting adds, a chunk and head of prepare, a call.
+_ALONE_US, _SHARED_US, _LOCAL, _ROUND_US, _SCAN_US, _LAUNCH_US, _PREPARE_US, _CALL_US = (
+    2.2, 2.75, 0.8, 4.0, 1.5, 10.0, 0.02, 10.0,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=None)
@@ -76,11 +82,11 @@ def tiles(device: torch.device, itemsize: int, block_k: int, block_v: int) -> Ti
     return chosen._replace(block_v=min(chosen.block_v, block_v), scan_block=min(chosen.scan_block, block_v))
 
 
-def heads_per_program(tiles: Tiles, group: int, chunks: int, heads: int, sms: int) -> int:
+def heads_per_program(tiles: Tiles, group: int, chunks: int, heads: int, sms: int, batch_invariant: bool) -> int:
     """State heads of one prepare program: a divisor of the group that leaves programs enough for every SM."""
     best = 1
     for count in range(2, min(tiles.prepare_heads, group) + 1):
-        if group % count == 0 and chunks * heads // count >= 4 * sms:
+        if group % count == 0 and (batch_invariant or chunks * heads // count >= 4 * sms):
             best = count
     return best
 
@@ -90,28 +96,53 @@ def segment_chunks(
 ) -> int:
     """Chunks of one segment, or 0 to leave sequences whole.
 
-    ``chunks`` bounds the chunks of all sequences and ``longest`` those of one of them; what is likely lies between
-    the mean and that bound.
+    ``chunks`` bounds the chunks of all sequences and ``longest`` those of one of them.
     """
     if "segment_chunks" in OVERRIDES:
         return OVERRIDES["segment_chunks"]
-    capacity = max(1, sms * _PROGRAMS_PER_SM)
-    likely = min(longest, max(1.0, (longest * max(1, chunks / num_seqs)) ** 0.5))
+    if longest <= _SEGMENT_CHUNKS[0]:
+        return _SEGMENT_CHUNKS[0] if demanded else 0
+    # The lengths are on the device. All are alike, or one is at the bound (or, where the bound says nothing, a little
+    # below) and the others share the rest:
+    alike = [(num_seqs, -(-chunks // num_seqs))]
+    uneven = []
+    for long in (longest, longest * 7 // 8) if num_seqs > 1 and longest >= chunks else (longest,):
+        uneven.append([(1, long), (num_seqs - 1, -(-max(0, chunks - long) // max(1, num_seqs - 1)))])
 
-    def rounds(programs: int) -> int:
-        return -(-programs // capacity)
+    def passes(programs: int, length: int) -> float:
+        if programs <= sms:
+            return length * _ALONE_US + _ROUND_US
+        return -(-programs // max(1, sms * _PROGRAMS_PER_SM)) * (length * _SHARED_US + _ROUND_US)
 
-    whole = max(likely, likely * num_seqs * num_heads * v_blocks / capacity) * _FINAL_US
-    best: Optional[int] = None
-    best_us = float("inf")
+    def estimate(sequences: List[Tuple[int, int]], size: int) -> float:
+        fixed = chunks * num_heads * _PREPARE_US + _CALL_US
+        most = max(length for _, length in sequences)
+        if size >= most:
+            # Programs of different lengths: as long as the longest, or as all of them take together.
+            programs = num_heads * v_blocks * num_seqs
+            together = sum(n * length for n, length in sequences) * num_heads * v_blocks / max(1, sms)
+            return fixed + max(passes(min(programs, 2 * sms), most), together / _PROGRAMS_PER_SM * _SHARED_US)
+        counts = [(n, -(-length // size)) for n, length in sequences]
+        segments = sum(n * count for n, count in counts)
+        states = sum(n * max(0, count - 1) for n, count in counts)
+        transitions = sum(n * max(0, count - 2) for n, count in counts)
+        return (
+            fixed
+            + _LAUNCH_US
+            + passes(num_heads * v_blocks * segments, size)
+            + passes(num_heads * (v_blocks * states + k_blocks * transitions), size) * _LOCAL
+            + most / size * _SCAN_US
+        )
+
+    whole = estimate(alike, longest)
+    best, best_ratio = 0, float("inf") if demanded else _WORTH_CUTTING
     for size in _SEGMENT_CHUNKS:
         if size >= longest:
             continue
-        segments = num_heads * (chunks // size + num_seqs)
-        us = size * (rounds(segments * v_blocks) * _FINAL_US + rounds(segments * (v_blocks + k_blocks)) * _LOCAL_US)
-        us += likely / size * _SCAN_US + _LAUNCH_US
-        if us < best_us:
-            best, best_us = size, us
+        ratio = max(estimate(one, size) / estimate(one, longest) for one in uneven)
+        added = _LAUNCH_US if size >= alike[0][1] else 0.0
+        if ratio < best_ratio and (demanded or estimate(alike, size) + added <= _BEARABLE * whole):
+            best, best_ratio = size, ratio
     if demanded:
         return best or _SEGMENT_CHUNKS[0]
-    return best if best is not None and sms and best_us < _WORTH_CUTTING * whole else 0
+    return best if sms else 0

@@ -18,6 +18,9 @@ import triton
 
 _data_ptr = torch.Tensor.data_ptr
 
+#: As Triton's launcher would find it, but without looking for the current device first.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 #: Compiled kernels take all arguments, constants included, from Triton 3.3 on.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
@@ -47,8 +50,8 @@ class Launch:
     def _launch(self, tensors: Tuple[torch.Tensor, ...]) -> None:
         if self._compiled is not None:
             # Addresses instead of tensors: the launcher then asks the driver nothing about them.
-            self._compiled(*map(_data_ptr, tensors), *self.fixed)
+            self._compiled(*map(_data_ptr, tensors), *self.fixed, stream=_raw_stream(self.device))
             return
         compiled = self.kernel[self.grid](*tensors, *self.fixed, **self.options)
-        if _DIRECT and hasattr(compiled, "__getitem__"):  # None under the interpreter
+        if _DIRECT and _raw_stream is not None and hasattr(compiled, "__getitem__"):  # None under the interpreter
             self._compiled = compiled[self.grid]

@@ -140,6 +140,36 @@ def _unit_lower_inverse(L, PRECISION: tl.constexpr):
     return X
 
 
+@triton.jit
+def _gates(
+    g, beta, A_log, dt_bias, t, h, mask, g_stride_t, g_stride_h, beta_stride_t, beta_stride_h,
+    GATE: tl.constexpr, BETA: tl.constexpr,
+):  # fmt: skip
+    """Gate, A_log, dt_bias and beta of tokens ``t`` and head ``h`` as they lie in memory; 0 where there is none."""
+    gate = 0.0
+    a = 0.0
+    bias = 0.0
+    b = 0.0
+    if GATE != "none":
+        gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=mask, other=0.0)
+    if GATE == "raw":
+        a = tl.load(A_log + h).to(tl.float32)
+        bias = tl.load(dt_bias + h).to(tl.float32)
+    if BETA != "none":
+        b = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=mask, other=0.0)
+    return gate, a, bias, b
+
+
+@triton.jit
+def _first_half(x):
+    """The first 64 of 128 values of which the others are zero.
+
+    What is done for a token is done on 128 values, a thread each: of 64 the compiler would give every thread eight,
+    to save the conversion of a layout, and work on them eight times.
+    """
+    return tl.sum(tl.reshape(x, (2, CHUNK)), axis=0)
+
+
 @_kernel
 def prepare(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, prefixes, last_page_len,
@@ -210,32 +240,42 @@ def prepare(
             step = num_heads // q_group * K
             tl.store(q_normed + t[:, None] * step + q_head * K + d[None, :], tile_q, mask=mask)
     keys = tl.trans(tile_k)
-    kk = tl.dot(tile_k, keys, input_precision=DOT)
-    qk = tl.dot(tile_q, keys, input_precision=DOT)
-
     row = r[:, None]
     col = r[None, :]
-    for j in tl.static_range(HEADS):
+    wide_slot = slot.to(tl.int64)
+    # A thread for each token, and as many that idle: see _first_half.
+    lane = tl.arange(0, 2 * CHUNK)
+    lane_inside = (lane >= low) & (lane < high)
+    lane_t = first + lane
+    gate, a, bias, b = _gates(
+        g, beta, A_log, dt_bias, lane_t, first_head, lane_inside, g_stride_t, g_stride_h, beta_stride_t, beta_stride_h,
+        GATE, BETA,
+    )  # fmt: skip
+    for j in range(HEADS):
         h = first_head + j
-        record = records + (slot.to(tl.int64) * num_heads + h) * RECORD
+        # The next head's gates are asked for before this head's work.
+        next_gate, next_a, next_bias, next_b = _gates(
+            g, beta, A_log, dt_bias, lane_t, h + (j < HEADS - 1), lane_inside & (j < HEADS - 1), g_stride_t, g_stride_h,
+            beta_stride_t, beta_stride_h, GATE, BETA,
+        )  # fmt: skip
+        record = records + (wide_slot * num_heads + h) * RECORD
         T_out = record.to(tl.pointer_type(dtype), bitcast=True)
         P_out = T_out + CHUNK * CHUNK
         vectors = (P_out + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
 
+        # All heads have the same Q K^T and K K^T, but making them again from the tiles in shared memory is cheaper than
+        # keeping them in registers: a zero that looks new in every turn keeps the compiler from moving them ahead.
+        zero = tl.zeros((CHUNK, CHUNK), tl.float32)
+        if HEADS > 1:
+            zero += j * 0.0
         lower = row >= col
-        kd = kk
-        qd = qk
         if GATE == "none":
+            D = 1.0
             tl.store(vectors + r, tl.full((CHUNK,), 1.0, tl.float32))
             tl.store(vectors + CHUNK + r, tl.full((CHUNK,), 1.0, tl.float32))
         else:
-            gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=inside, other=0.0).to(tl.float32)
-            a = 0.0
-            bias = 0.0
-            if GATE == "raw":
-                a = tl.load(A_log + h).to(tl.float32)
-                bias = tl.load(dt_bias + h).to(tl.float32)
-            decay = tl.where(inside, log2_decay(gate, a, bias, GATE), 0.0)
+            decay = tl.where(lane_inside, log2_decay(gate.to(tl.float32), a, bias, GATE), 0.0)
+            decay = _first_half(tl.where(decay <= LOG2_ZERO, LOG2_ZERO, decay))
             # A decay to zero is counted rather than summed: the others keep their precision, and 0 - 0 is no NaN.
             stop = decay <= LOG2_ZERO
             decay = tl.cumsum(tl.where(stop, 0.0, decay), axis=0)
@@ -246,19 +286,22 @@ def prepare(
             tl.store(vectors + CHUNK + r, tl.where(stops == last_stops, tl.exp2(last - decay), 0.0))
             lower = lower & (stops[:, None] == stops[None, :])
             D = tl.exp2(decay[:, None] - decay[None, :])
-            kd = kk * D
-            qd = qk * D
-        tl.store(P_out + row * CHUNK + col, tl.where(lower, qd * scale, 0.0).to(dtype))
+        qk = tl.dot(tile_q, keys, zero, input_precision=DOT) * D
+        tl.store(P_out + row * CHUNK + col, tl.where(lower, qk * scale, 0.0).to(dtype))
 
         if BETA == "none":
-            b = tl.where(inside, 1.0, 0.0)
+            b64 = tl.where(inside, 1.0, 0.0)
         else:
-            b = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=inside, other=0.0)
             if BETA == "logit":
                 b = sigmoid(b.to(tl.float32)).to(beta.dtype.element_ty)
-            b = tl.where(inside, b.to(tl.float32), 0.0)
-        X = _unit_lower_inverse(tl.where(lower & (row != col), kd * b[:, None], 0.0), INVERSE)
-        tl.store(T_out + row * CHUNK + col, (X * b[None, :]).to(dtype))
+            b64 = _first_half(tl.where(lane_inside, b.to(tl.float32), 0.0))
+        kk = tl.dot(tile_k, keys, zero, input_precision=DOT) * D
+        X = _unit_lower_inverse(tl.where(lower & (row != col), kk * b64[:, None], 0.0), INVERSE)
+        tl.store(T_out + row * CHUNK + col, (X * b64[None, :]).to(dtype))
+        gate = next_gate
+        a = next_a
+        bias = next_bias
+        b = next_b
 
 
 # --- along the sequence --------------------------------------------------------------------------
@@ -269,8 +312,8 @@ def _store_state(
     S, states, row, stride_r, stride_h, stride_v, head, rows, limit,
     K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a state head, 32 columns at a time: inside the loop over chunks a larger piece would need registers and
-    shared memory that the loop's own tiles want."""
+    """Rows of a state head, 32 columns at a time: a larger piece would need registers and shared memory that the loop
+    over chunks, which runs before and after it, wants."""
     WIDTH: tl.constexpr = 32 if BLOCK_K > 32 else BLOCK_K
     PIECES: tl.constexpr = BLOCK_K // WIDTH
     states += row * stride_r + head * stride_h
@@ -387,7 +430,8 @@ def recur(
     checkpoint = begin * 0
     checkpoint_chunk = 0
     checkpoint_chunks = checkpoint_every // CHUNK
-    if CHECKPOINTS:
+    STORES: tl.constexpr = CHECKPOINTS and PART != LOCAL
+    if STORES:
         chunks_before = (prefix // CHUNK).to(tl.int32)
         passed = (chunks_before + from_chunk) // checkpoint_chunks
         checkpoint_chunk = (passed + 1) * checkpoint_chunks - chunks_before - 1
@@ -405,49 +449,59 @@ def recur(
     k += (h // k_group) * k_stride_h
     v += (h // v_group) * v_stride_h
     output += h * o_stride_h
-    for chunk in range(from_chunk, to_chunk):
-        offset = chunk * CHUNK - shift
-        first = begin + offset
-        inside = (r >= -offset) & (r < length - offset)
-        mask = inside[:, None]
-        if K != BLOCK_K:
-            mask = mask & (d < K)[None, :]
-        mask_v = inside[None, :] & (rows < v_limit)[:, None]
-        T_at = (record + chunk * record_step).to(tl.pointer_type(dtype), bitcast=True)
-        P_at = T_at + CHUNK * CHUNK
-        vectors = (P_at + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
-        tile_k = tl.load(k + first * K_STRIDE + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0)
-        tile_v = tl.load(v + first * V_STRIDE + (r[None, :] * V_STRIDE + rows[:, None]), mask=mask_v, other=0.0)
-        tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
-        gamma = tl.load(vectors + r)[None, :]
-        rest = tl.load(vectors + CHUNK + r)[None, :]
-        decay = tl.load(vectors + CHUNK - 1)
+    # Runs of chunks, each up to the next checkpoint: its state is stored after the run, so that the pipelined loop is
+    # the same with and without checkpoints. Without them there is one run.
+    runs = 1
+    if STORES:
+        runs = tl.where(to_chunk > from_chunk, (chunks_before + to_chunk - 1) // checkpoint_chunks - passed + 1, 0)
+    stop = to_chunk
+    for _ in range(runs):
+        if STORES:
+            stop = tl.minimum(checkpoint_chunk + 1, to_chunk)
+        for chunk in range(from_chunk, stop):
+            offset = chunk * CHUNK - shift
+            first = begin + offset
+            inside = (r >= -offset) & (r < length - offset)
+            mask = inside[:, None]
+            if K != BLOCK_K:
+                mask = mask & (d < K)[None, :]
+            mask_v = inside[None, :] & (rows < v_limit)[:, None]
+            T_at = (record + chunk * record_step).to(tl.pointer_type(dtype), bitcast=True)
+            P_at = T_at + CHUNK * CHUNK
+            vectors = (P_at + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
+            tile_k = tl.load(k + first * K_STRIDE + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0)
+            tile_v = tl.load(v + first * V_STRIDE + (r[None, :] * V_STRIDE + rows[:, None]), mask=mask_v, other=0.0)
+            tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
+            gamma = tl.load(vectors + r)[None, :]
+            rest = tl.load(vectors + CHUNK + r)[None, :]
+            decay = tl.load(vectors + CHUNK - 1)
 
-        S_low = S.to(dtype)
-        X = tl.dot(S_low, tl.trans(tile_k), input_precision=DOT)
-        R = (tile_v.to(tl.float32) - gamma * X).to(dtype)
-        U = tl.dot(R, tl.trans(tile_T), input_precision=DOT)
-        if PART != LOCAL:
-            tile_q = tl.load(q + first * Q_STRIDE + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0)
-            tile_P = tl.load(P_at + r[:, None] * CHUNK + r[None, :])
-            O = tl.dot(S_low, tl.trans(tile_q), input_precision=DOT) * (gamma * scale)
-            O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
-            tl.store(output + first * O_STRIDE + (r[None, :] * O_STRIDE + rows[:, None]), O.to(dtype), mask=mask_v)
-        S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
+            S_low = S.to(dtype)
+            X = tl.dot(S_low, tl.trans(tile_k), input_precision=DOT)
+            R = (tile_v.to(tl.float32) - gamma * X).to(dtype)
+            U = tl.dot(R, tl.trans(tile_T), input_precision=DOT)
+            if PART != LOCAL:
+                tile_q = tl.load(q + first * Q_STRIDE + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0)
+                tile_P = tl.load(P_at + r[:, None] * CHUNK + r[None, :])
+                O = tl.dot(S_low, tl.trans(tile_q), input_precision=DOT) * (gamma * scale)
+                O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
+                tl.store(output + first * O_STRIDE + (r[None, :] * O_STRIDE + rows[:, None]), O.to(dtype), mask=mask_v)
+            S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
 
-        if CHECKPOINTS and PART != LOCAL:
-            if chunk == checkpoint_chunk:
-                if offset + CHUNK <= length:
-                    row = checkpoint
-                    if PREFIX == PAGES or CHECKPOINT_ROWS:
-                        row = tl.load(checkpoint_rows + row).to(tl.int64)
-                    if row >= 0:
-                        _store_state(
-                            S, checkpoints, row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
-                            h, rows, limit, K, BLOCK_V, BLOCK_K,
-                        )  # fmt: skip
-                checkpoint += 1
-                checkpoint_chunk += checkpoint_chunks
+
+        if STORES:
+            if (stop == checkpoint_chunk + 1) & (stop * CHUNK - shift <= length):
+                row = checkpoint
+                if PREFIX == PAGES or CHECKPOINT_ROWS:
+                    row = tl.load(checkpoint_rows + row).to(tl.int64)
+                if row >= 0:
+                    _store_state(
+                        S, checkpoints, row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
+                        h, rows, limit, K, BLOCK_V, BLOCK_K,
+                    )  # fmt: skip
+            checkpoint += 1
+            checkpoint_chunk += checkpoint_chunks
+            from_chunk = stop
 
     if PART == LOCAL:
         at = segment_head + num_heads.to(tl.int64) * (V + K) + tl.where(is_transition, V, 0) + wide_rows

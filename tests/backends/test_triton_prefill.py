@@ -143,6 +143,21 @@ def test_heads_of_one_prepare_program(together, monkeypatch):
     check(tokens(Dims(2, 2, 8, 64, 64), (70,), gate="raw", beta="logit", l2norm=True))
 
 
+def test_heads_of_a_group_share_a_program_to_the_bit():
+    """One program for the four heads of a group, or one each: the same bits."""
+    tk = tokens(Dims(2, 2, 8, 64, 64), (70, 64), gate="raw", beta="logit", l2norm=True)
+    results = []
+    for together in (1, 4):
+        heuristics.OVERRIDES["prepare_heads"] = together
+        prefill.plans.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GDN_MULTI_BATCH_INVARIANT", "1")  # takes as many as are allowed, however few programs
+            results.append(door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(output_final_state=True)))
+        (plan,) = prefill.plans.values()
+        assert plan.prepare.grid[0] % (8 // together) == 0 and plan.prepare.fixed[17] == together
+    assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
+
+
 # --- gates and the inverse ------------------------------------------------------------------------
 
 

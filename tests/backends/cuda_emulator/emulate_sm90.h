@@ -1,6 +1,7 @@
 // The machine from sm_90a on, on a CPU: csrc/common/sm90_primitives.cuh says what each function does. Shared memory layouts
 // are decoded as the descriptors say, barriers count arrivals and bytes, and copies poison their target first.
 #pragma once
+#include <cfloat>
 #include <climits>
 #include <map>
 
@@ -31,6 +32,17 @@ inline void end_phase_if_complete(MemoryBarrier& b) {
 }  // namespace emu
 
 namespace gdn {
+
+inline float exp2_approximate(float x) {
+  const float y = exp2f(x);
+  return y < FLT_MIN ? 0.f : y;
+}
+
+inline uint32_t round_to_tf32(float x) {
+  uint32_t y;
+  std::memcpy(&y, &x, 4);
+  return (y + 0x1000u) & ~0x1fffu;
+}
 
 inline void barrier_init(uint64_t* barrier, int arrivals) {
   auto& b = emu::memory_barrier(barrier);
