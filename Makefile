@@ -79,7 +79,7 @@ $(VENV)/.made:
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml setup.py
 	@echo "== installing gdn_multi (editable)"
-	$(PIP) install $(PIP_ARGS) --quiet --editable .
+	$(PIP) install $(PIP_ARGS) --quiet --editable . numpy
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.made pyproject.toml setup.py

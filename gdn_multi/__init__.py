@@ -11,7 +11,7 @@ if not _os.path.isdir(_os.path.join(_here, "backends")):
     if _os.path.isfile(_os.path.join(_beside, "backends", "__init__.py")):
         __path__.append(_beside)
 
-from . import gdn_decode, gdn_paged, gdn_prefill  # noqa: E402
+from . import gdn_decode, gdn_paged, gdn_prefill, reference  # noqa: E402
 from .backend import Backend  # noqa: E402
 from .dispatch import Explanation, LastCall, explain, last_backend  # noqa: E402
 from .gdn_decode import gated_delta_rule_decode_pretranspose  # noqa: E402
@@ -51,6 +51,7 @@ __all__ = [
     "gdn_paged_prefill_slots",
     "gdn_prefill",
     "last_backend",
+    "reference",
     "register_backend",
     "registered_backends",
     "unregister_backend",

@@ -64,6 +64,15 @@ def _check_table(values: Dict[str, List[int]], table: PageTable, num_pages: Opti
         if last[i] < 1 or (table.page_size and last[i] > table.page_size):
             upper = f"[1, {table.page_size}]" if table.page_size else "[1, page_size]"
             raise ValueError(f"last_page_len[{i}] (sequence {i}) must be in {upper}, got {last[i]}" + WHERE)
+        if len(set(pages[first:end])) < end - first:
+            seen: Dict[int, int] = {}
+            for entry in range(first, end):
+                if pages[entry] in seen:
+                    raise ValueError(
+                        f"page_indices[{entry}] (sequence {i}, its page {entry - first}) is page {pages[entry]}, as is "
+                        f"page_indices[{seen[pages[entry]]}]: a sequence lists a page once" + WHERE
+                    )
+                seen[pages[entry]] = entry
         if num_pages is not None:
             for entry in range(first, end):
                 if not 0 <= pages[entry] < num_pages:

@@ -145,7 +145,7 @@ def choose(request: Request, keyword: str) -> Tuple[Backend, str]:
     order = _expand(names)
     slots = getattr(request, "slot_arguments", ())
     if len(order) == 1:
-        check_no_slots(slots, order[0], source)
+        check_no_slots(slots, order[0], source, getattr(request, "is_paged", False))
     tried: Dict[str, Tuple[str, ...]] = {}
     for name in order:
         reasons = _reasons(name, request)
@@ -211,7 +211,13 @@ def run(request: Request, keyword: str = "auto") -> Tuple[Backend, LastCall]:
 
         check(request)
     last = LastCall(request.function, backend.name, backend.detail(request))
-    _execute(backend, request, last, source)
+    try:
+        _execute(backend, request, last, source)
+    except IndexError as error:  # values of index tensors are looked at only by the check
+        raise IndexError(
+            f"{request.function}: an index tensor holds a value out of range, and rows may have been written before it "
+            f"was met; run the call again with {env.CHECK}=1, which names the entry before anything is written ({error})"
+        ) from error
     return backend, last
 
 

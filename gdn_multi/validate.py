@@ -339,11 +339,12 @@ def _check_prefill_scalars(scale, use_qk_l2norm, gate_domain, use_gate_in_kernel
     _check_backend_type(backend)
 
 
-def check_no_slots(given: Tuple[str, ...], backend: str, source: str) -> None:
+def check_no_slots(given: Tuple[str, ...], backend: str, source: str, paged: bool = False) -> None:
     """The specification's refusal: these backends reject slot arguments, wherever their name came from."""
     if given and backend in NO_SLOT_BACKENDS:
+        made = " (a paged call is made of them)" if paged else ""
         raise ValueError(
-            f"{', '.join(given)}: backend {backend!r} ({source}) does not take slot arguments; "
+            f"{', '.join(given)}{made}: backend {backend!r} ({source}) does not take slot arguments; "
             f"use backend 'auto', 'cuda', 'triton' or 'torch'"
         )
 
@@ -564,7 +565,7 @@ def paged_prefill_request(
     _check_prefill_scalars(
         scale, use_qk_l2norm_in_kernel, gate_domain, use_gate_in_kernel, beta_is_logit, backend
     )
-    check_no_slots(SLOT_ARGUMENTS, backend, "the backend argument; a paged call is made of slot arguments")
+    check_no_slots(SLOT_ARGUMENTS, backend, "the backend argument", paged=True)
     _inputs(q, k, v, 3, ("[tokens, q heads, K]", "[tokens, k heads, K]", "[tokens, v heads, V]"))
     heads = _heads(q.shape[1], k.shape[1], v.shape[1])
     gate = _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, q, heads)
@@ -735,7 +736,7 @@ def paged_decode_request(
     _check_scale(scale)
     _bool("use_qk_l2norm", use_qk_l2norm)
     _check_backend_type(backend)
-    check_no_slots(("output_state_indices",), backend, "the backend argument; a paged call is made of slot arguments")
+    check_no_slots(("output_state_indices",), backend, "the backend argument", paged=True)
     if isinstance(q, torch.Tensor) and q.ndim == 4 and q.shape[1] != 1:
         raise ValueError(
             f"gated_delta_rule_decode_paged decodes one token a sequence, q [B, 1, heads, K], got T = {q.shape[1]}"

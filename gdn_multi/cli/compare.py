@@ -50,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
     from ..registry import registered_backends
     from ..saved import SavedCall, load_call
 
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch does not know the device, or has no GPU
+        print(f"compare: --device {args.device}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     backends = _names(args.backends) if args.backends else list(registered_backends())
     try:
         unknown = [name for name in backends if name not in registered_backends()]
@@ -79,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     results = []
     print(f"{facts['device']}\n")
     backends = _usable(backends, device)
+    if not backends:
+        print("compare: none of the backends asked for is usable here: nothing was compared", file=sys.stderr)
+        return 2
     for name, call in calls:
         say = lambda text, name=name: print(f"{name}: {text}", file=sys.stderr, flush=True)  # noqa: E731
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from gdn_multi import env
+from gdn_multi.registry import registry
 
 from .table import format_table
 
@@ -87,6 +88,7 @@ def gather(device: Optional[str] = None) -> dict:
         "device": str(chosen),
         "backends": _backends(chosen),
         "variables": _variables(),
+        "bad_values": _bad_values(),
         "unknown_variables": [
             name for name in sorted(os.environ) if name.startswith("GDN_MULTI_") and name not in env.VARIABLES
         ],
@@ -102,6 +104,7 @@ def advice(found: dict) -> List[str]:
         sentences.append(SM107)
     for name in found["unknown_variables"]:
         sentences.append(f"{name} is set, but gdn_multi knows no such variable; it knows {', '.join(env.VARIABLES)}")
+    sentences += found["bad_values"]
     return sentences
 
 
@@ -149,8 +152,6 @@ def _wrapped(text: str) -> List[str]:
 
 
 def _backends(device) -> List[dict]:
-    from gdn_multi.registry import registry
-
     found = []
     for name in registry.names():
         summary, reasons = "", ()
@@ -207,6 +208,24 @@ def _gpus() -> List[Dict[str, str]]:
 
 def _variables() -> Dict[str, str]:
     return {name: os.environ[name] for name in (*env.VARIABLES, *FOREIGN_VARIABLES) if name in os.environ}
+
+
+def _bad_values() -> List[str]:
+    """What every call would say of the variables' values."""
+    known, sentences = registry.names(), []
+    for kind in ("prefill", "decode"):
+        names, variable = env.backend_choice(kind)
+        unknown = [name for name in names or () if name not in known and name != "auto"]
+        if unknown:
+            sentences.append(
+                f"{variable} names {', '.join(map(repr, unknown))}, which is not registered; registered: {', '.join(known)}"
+            )
+    for name in (env.CHECK, env.BATCH_INVARIANT):
+        try:
+            env.flag(name)
+        except ValueError as error:
+            sentences.append(str(error))
+    return list(dict.fromkeys(sentences))
 
 
 # --- packages and compilers ------------------------------------------------------------------

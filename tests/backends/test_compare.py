@@ -402,3 +402,10 @@ def test_plot(tmp_path):
     path = tmp_path / "plot.png"
     assert run_command("--calls", "plain,decode", "--backends", "torch", "--device", "cpu", "--plot", path) == 0
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nothing_compared_is_not_a_success(capsys):
+    assert run_command("--device", "cpu", "--backends", "flashinfer", "--calls", "plain") == 2
+    assert "nothing was compared" in capsys.readouterr().err
+    assert run_command("--device", "gpu") == 2
+    assert "--device gpu" in capsys.readouterr().err

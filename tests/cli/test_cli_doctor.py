@@ -140,3 +140,16 @@ def test_ptxas_in_the_wheels_is_found(tmp_path, monkeypatch):
     paths = doctor._in_wheels("ptxas")
     assert str(tool) in paths
     assert doctor._compiler(None, "/nonexistent/ptxas", str(tool)) == {"version": "13.5.37", "path": str(tool)}
+
+
+def test_values_that_every_call_would_refuse_are_noted(monkeypatch, capsys):
+    monkeypatch.setenv(env.BACKEND, "torch,trition")
+    monkeypatch.setenv(env.CHECK, "maybe")
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{env.BACKEND} names 'trition', which is not registered; registered: cuda" in printed
+    assert f"{env.CHECK} must be one of 1, true" in printed
+    monkeypatch.setenv(env.BACKEND, "torch,auto")
+    monkeypatch.setenv(env.CHECK, "0")
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    assert "must be one of" not in capsys.readouterr().out
