@@ -88,6 +88,11 @@ def _check_table(values: Dict[str, List[int]], table: PageTable, num_pages: Opti
                 )
         else:
             total, new = (end - first - 1) * table.page_size + last[i], cu[i + 1] - cu[i]
+            if new < 0 or cu[i] < 0:
+                raise ValueError(
+                    f"cu_seqlens[{i}] and [{i + 1}] (sequence {i}) must satisfy 0 <= start <= end, got {cu[i]} and "
+                    f"{cu[i + 1]}" + WHERE
+                )
             if new > total:
                 raise ValueError(
                     f"sequence {i} has {new} new tokens in cu_seqlens and only {total} tokens in its pages" + WHERE
@@ -151,33 +156,49 @@ def _check_prefill(r: PrefillRequest) -> None:
         raise ValueError("cu_seqlens_cpu must hold the values of cu_seqlens, got other values" + WHERE)
 
     read, write, starts, rows, prefix = (values.get(n) for n in ("read", "write", "starts", "rows", "prefix"))
-    names = dict(read="state_indices", write="output_state_indices", rows="checkpoint_state_indices")
+    # How a message calls the entries: argument[entry], the entry being the sequence's number unless a page table says.
+    names = dict(
+        read="state_indices", write="output_state_indices", rows="checkpoint_state_indices",
+        starts="checkpoint_cu_starts", prefix="prefix_lens",
+    )  # fmt: skip
+    if "output_state_indices" not in r.slot_arguments:
+        names["write"] = "state_indices"
+    read_entry = write_entry = range(r.num_seqs)
+    if r.is_paged:
+        names = dict(
+            read="slots.state_indices", write="slots.output_state_indices", rows="page_indices",
+            starts="slots.checkpoint_cu_starts", prefix="slots.prefix_lens",
+        )  # fmt: skip
     if r.pages is not None:
         _check_table(values, r.pages, r.initial_state.shape[0])
-        pages = [torch.tensor(values[n]) for n in ("cu_seqlens", "page_indices", "page_indptr", "last_page_len")]
-        slots = reference.prefill_slots(pages[0], pages[1], pages[2], r.pages.page_size, pages[3])
+        cpu, size = torch.device("cpu"), r.pages.page_size
+        pages = [
+            torch.tensor(values[n], device=cpu) for n in ("cu_seqlens", "page_indices", "page_indptr", "last_page_len")
+        ]
+        slots = reference.prefill_slots(pages[0], pages[1], pages[2], size, pages[3])
         read, write, starts, prefix = (slots[n] for n in ("read", "write", "starts", "prefix"))
-        rows = values["page_indices"]
-    if r.is_paged:
-        names = dict.fromkeys(names, "page_indices")
+        rows, indptr = values["page_indices"], values["page_indptr"]
+        names.update(read="page_indices", write="page_indices")
+        read_entry = [first + max(before - 1, 0) // size for first, before in zip(indptr, prefix)]
+        write_entry = [end - 1 for end in indptr[1:]]
 
     owners = _Owners()
     for i, (start, end) in enumerate(zip(cu, cu[1:])):
-        if end == start:
+        if end == start and not r.final_state_is_new:  # reads and writes nothing
             continue
         before = 0 if prefix is None else prefix[i]
         if before < 0:
-            raise ValueError(f"prefix_lens[{i}] (sequence {i}) must not be negative, got {before}" + WHERE)
+            raise ValueError(f"{names['prefix']}[{i}] (sequence {i}) must not be negative, got {before}" + WHERE)
         if r.initial_state is not None:
             row = i if read is None else read[i]
-            _in_range(names["read"], i, row, r.initial_state.shape[0], i, "initial_state")
+            _in_range(names["read"], read_entry[i], row, r.initial_state.shape[0], i, "initial_state")
             if row >= 0:
-                owners.add("reads", r.initial_state, row, i, f"{names['read']}[{i}]")
+                owners.add("reads", r.initial_state, row, i, f"{names['read']}[{read_entry[i]}]")
         if r.final_state is not None:
             row = i if write is None else write[i]
-            _in_range(names["write"], i, row, r.final_state.shape[0], i, "output_state")
+            _in_range(names["write"], write_entry[i], row, r.final_state.shape[0], i, "output_state")
             if row >= 0:
-                owners.add("writes", r.final_state, row, i, f"{names['write']}[{i}]")
+                owners.add("writes", r.final_state, row, i, f"{names['write']}[{write_entry[i]}]")
         if r.checkpoint_every:
             count = (before + end - start) // r.checkpoint_every - before // r.checkpoint_every
             for entry in range(starts[i], starts[i] + count):
@@ -187,10 +208,10 @@ def _check_prefill(r: PrefillRequest) -> None:
                         f"checkpoint {entry - starts[i]} of sequence {i} is entry {entry}, outside {limit}" + WHERE
                     )
                 row = entry if rows is None else rows[entry]
-                name = "checkpoint_cu_starts" if rows is None else names["rows"]
-                _in_range(name, i if rows is None else entry, row, r.state_checkpoints.shape[0], i, "state_checkpoints")
+                name, place = (names["starts"], i) if rows is None else (names["rows"], entry)
+                _in_range(name, place, row, r.state_checkpoints.shape[0], i, "state_checkpoints")
                 if row >= 0:
-                    owners.add("writes", r.state_checkpoints, row, i, f"{name}[{entry}]")
+                    owners.add("writes", r.state_checkpoints, row, i, f"{name}[{place}]")
     owners.check()
 
 
@@ -198,22 +219,28 @@ def _check_decode(r: DecodeRequest) -> None:
     values = _to_host({"read": r.read_rows, "write": r.write_rows, **_table_tensors(r.pages)})
     read, write = values.get("read"), values.get("write")
     names = ("initial_state_indices", "output_state_indices" if r.slot_arguments else "initial_state_indices")
+    entries = (range(r.batch), range(r.batch))
+    if r.is_paged:
+        names = ("slots.initial_state_indices", "slots.output_state_indices")
     if r.pages is not None:
         from . import reference
 
         _check_table(values, r.pages, r.state.shape[0])
-        tables = (torch.tensor(values[n]) for n in ("page_indices", "page_indptr", "last_page_len"))
+        indptr, last = values["page_indptr"], values["last_page_len"]
+        tables = (torch.tensor(values[n], device="cpu") for n in ("page_indices", "page_indptr", "last_page_len"))
         read, write = reference.decode_slots(*tables)
         names = ("page_indices", "page_indices")
+        ends = [end - 1 for end in indptr[1:]]
+        entries = ([end - (n == 1) for end, n in zip(ends, last)], ends)
     if read is None or write is None:
         return
     owners = _Owners()
     for i, (source, target) in enumerate(zip(read, write)):
         if source < 0 or target < 0:
             continue
-        _in_range(names[0], i, source, r.state.shape[0], i, "the pool")
-        _in_range(names[1], i, target, r.state.shape[0], i, "the pool")
-        owners.add("reads", r.state, source, i, f"{names[0]}[{i}]")
+        _in_range(names[0], entries[0][i], source, r.state.shape[0], i, "the pool")
+        owners.add("reads", r.state, source, i, f"{names[0]}[{entries[0][i]}]")
         if r.update_state:
-            owners.add("writes", r.state, target, i, f"{names[1]}[{i}]")
+            _in_range(names[1], entries[1][i], target, r.state.shape[0], i, "the pool")
+            owners.add("writes", r.state, target, i, f"{names[1]}[{entries[1][i]}]")
     owners.check()

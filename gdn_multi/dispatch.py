@@ -302,12 +302,13 @@ def _key(build: Callable, arguments: Dict[str, Any]) -> Optional[tuple]:
         if isinstance(value, torch.Tensor):
             if (grad and value.requires_grad) or (name == "cu_seqlens" and not value.is_cuda):
                 return None
-            parts += (value.shape, value.stride(), value.dtype, value.device)
+            parts += (value.shape, value.stride(), value.dtype, value.device, value.is_neg())
         elif value is None:
             parts.append(None)
         elif isinstance(value, (bool, int, float, str)):
             parts += (type(value), value)
         elif isinstance(value, tuple):
+            parts += (tuple, len(value))
             for one in value:
                 if not isinstance(one, torch.Tensor) or (grad and one.requires_grad):
                     return None
@@ -345,6 +346,9 @@ def express_decode(function: str, options: tuple, output: Optional[torch.Tensor]
         if known is None:
             return None
         again_from_tensors, last, shape, dtype, device = known
+        for tensor in tensors[:7]:  # inputs of the moment; a view whose sign is pending is the checks' business
+            if tensor.is_neg():
+                return None
         if torch.is_grad_enabled():
             for tensor in tensors:
                 if tensor is not None and tensor.requires_grad:

@@ -63,8 +63,12 @@ def _check_scale(value: Any) -> None:
             f"scale must be a number or None, got {type(value).__name__}"
             + (hint if isinstance(value, torch.Tensor) else "")
         )
-    if not math.isfinite(value):
-        raise ValueError(f"scale must be finite, got {value}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        finite = False
+    if not finite:
+        raise ValueError(f"scale must be finite, got {str(value)[:40]}")
 
 
 def _check_backend_type(value: Any) -> None:
@@ -85,6 +89,8 @@ def _check_page_size(value: Any) -> None:
 def _tensor(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_type(value)}")
+    if value.is_neg():
+        raise ValueError(f"{name} is a view whose sign is still to be applied; pass {name}.resolve_neg()")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, and gdn_multi is for inference: call under torch.no_grad() or pass {name}.detach()"

@@ -8,6 +8,7 @@ device: on a GPU every size comes from shapes, so that a call can be captured in
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 
@@ -43,15 +44,50 @@ class TorchBackend(Backend):
         page_slots(request)
 
 
+class _Precision:
+    """Full float32 products while any call of this backend runs; the settings are the process's, so calls are counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._before: list = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1:
+                self._before = [(get(), put) for get, put in _settings()]
+                for _, put in self._before:
+                    put("ieee")
+
+    def __exit__(self, *error) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0:
+                for value, put in self._before:
+                    put(value)
+
+
+def _settings():
+    """(read, write) of each setting that lets a float32 product round its operands."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        for place in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            yield (
+                lambda place=place: place.fp32_precision,
+                lambda value, place=place: setattr(place, "fp32_precision", value),
+            )
+    else:  # before torch 2.9
+        yield (
+            torch.get_float32_matmul_precision,
+            lambda value: torch.set_float32_matmul_precision("highest" if value == "ieee" else value),
+        )
+
+
+_precision = _Precision()
+
+
 @contextlib.contextmanager
 def _plain_float32():
     """float32 products in float32, whatever precision or autocast the caller has switched on."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
+    with _precision, torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield

@@ -15,6 +15,7 @@ for all heads and for as many sequences as possible at a time ("lanes"). ``_Plan
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
@@ -52,7 +53,10 @@ def prefill(r: PrefillRequest) -> None:
     shape = (r.num_heads, r.head_size_v, r.head_size_k)
     cu = r.cu_seqlens.long()
     lengths = cu[1:] - cu[:-1]
-    initial = load_rows(r.initial_state, r.read_rows, r.num_seqs, r.q, shape)
+    read = r.read_rows
+    if read is not None:  # a sequence without tokens reads nothing, whatever its entry says
+        read = torch.where((lengths > 0) | r.final_state_is_new, read, torch.full_like(read, -1))
+    initial = load_rows(r.initial_state, read, r.num_seqs, r.q, shape)
     plan = _make_plan(r, cu, lengths)
 
     new_output = _Output(r, cu)
@@ -126,10 +130,10 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
             while chunks[width - 1] <= j:
                 width -= 1
             widths.append(width)
-        ends = torch.tensor(widths, dtype=torch.int64).cumsum(0).tolist() if widths else []
+        ends = list(itertools.accumulate(widths))
         steps = [(end - width, end) for end, width in zip(ends, widths)]
         sequence = torch.cat([lanes[:w] for w in widths]) if widths else lanes[:0]
-        index = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths, dtype=torch.int64))
+        index = torch.tensor([j for j, w in enumerate(widths) for _ in range(w)], dtype=torch.int64, device=device)
     else:
         lanes = torch.arange(n, device=device)
         steps = [(j * n, (j + 1) * n) for j in range(longest)]
@@ -146,10 +150,13 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
         every = r.checkpoint_every
         starts = r.checkpoint_starts.long()[:n]
         entry = (starts - prefix // every - 1)[sequence] + stop // every
+        here = (stop > begin) & (stop % every == 0)
         row = entry
-        if r.checkpoint_rows is not None and r.checkpoint_rows.shape[0]:
-            row = r.checkpoint_rows[entry.clamp(0, r.checkpoint_rows.shape[0] - 1)].long()
-        row = torch.where((stop > begin) & (stop % every == 0), row, torch.full_like(row, -1))
+        if r.checkpoint_rows is not None:
+            row = _rows.entries(r.checkpoint_rows, entry, here)
+        elif on_host and bool((entry[here] < 0).any()):
+            raise IndexError("checkpoint_cu_starts holds a negative row")
+        row = torch.where(here, row, torch.full_like(row, -1))
     return _Plan(
         steps=steps,
         sequence=sequence,
@@ -184,15 +191,15 @@ class _Block:
         self.token = torch.where(self.valid, plan.token[low:high, None] + slot, 0)
         flat, valid = self.token.flatten(), self.valid
 
-        def take(x: Tensor) -> Tensor:  # [T, heads, size] -> [chunks, heads, 64, size], zero where there is no token
+        def take(x: Tensor, normalise: bool) -> Tensor:  # [T, heads, size] -> [chunks, heads, 64, size], zero where there is no token
             picked = x.index_select(0, flat)
-            if r.use_qk_l2norm and x is not r.v:
+            if normalise:
                 wide = picked.float()
                 picked = (wide / torch.sqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
             picked = picked.view(*valid.shape, *x.shape[1:]).transpose(1, 2).float()
             return picked.masked_fill(~valid[:, None, :, None], 0.0)
 
-        self.q, self.k, self.v = take(r.q), take(r.k), take(r.v)
+        self.q, self.k, self.v = take(r.q, r.use_qk_l2norm), take(r.k, r.use_qk_l2norm), take(r.v, False)
 
         no_token = ~valid[:, None, :]
         log_alpha = self._log_alpha(r, flat)  # float64 [chunks, heads, 64]

@@ -27,8 +27,9 @@ def page_slots(request: SlotsRequest) -> None:
     pages = table.page_indices
     if not request.is_prefill:
         read, write = request.out
-        write.copy_(_page(pages, end - 1))
-        read.copy_(_page(pages, torch.where(last == 1, end - 2, end - 1)))
+        every = torch.ones_like(last, dtype=torch.bool)
+        write.copy_(entries(pages, end - 1, every))
+        read.copy_(entries(pages, torch.where(last == 1, end - 2, end - 1), every))
         return
     read, write, starts, prefix_lens = request.out
     cu = request.cu_seqlens.long()
@@ -39,14 +40,23 @@ def page_slots(request: SlotsRequest) -> None:
     starts.copy_(first + prefix // table.page_size)
     none = torch.full_like(read, -1)
     # select, not index arithmetic: an empty prefix may point before the table
-    read.copy_(torch.where(prefix > 0, _page(pages, first + (prefix - 1).clamp(min=0) // table.page_size), none))
-    write.copy_(torch.where((new > 0) & (total % table.page_size != 0), _page(pages, end - 1), none))
+    reads, writes = prefix > 0, (new > 0) & (total % table.page_size != 0)
+    last_prefix_page = first + (prefix - 1).clamp(min=0) // table.page_size
+    read.copy_(torch.where(reads, entries(pages, last_prefix_page, reads), none))
+    write.copy_(torch.where(writes, entries(pages, end - 1, writes), none))
 
 
-def _page(pages: Tensor, entry: Tensor) -> Tensor:
-    if pages.shape[0] == 0:
+def entries(table: Tensor, entry: Tensor, used: Tensor) -> Tensor:
+    """``table[entry]`` as int64 where ``used``; -1 or anything elsewhere. A used entry outside the table is an
+    IndexError where the host can see it, and the nearest entry where it can't."""
+    size = table.shape[0]
+    if host_reads(entry.device):
+        wrong = used & ((entry < 0) | (entry >= size))
+        if bool(wrong.any()):
+            raise IndexError(f"entry {int(entry[wrong][0])} of a table of {size} rows")
+    if size == 0:
         return torch.full_like(entry, -1)
-    return pages[entry.clamp(0, pages.shape[0] - 1)].long()
+    return table[entry.clamp(0, size - 1)].long()
 
 
 def load_rows(pool: Optional[Tensor], rows: Optional[Tensor], num_rows: int, like: Tensor, shape) -> Tensor:

@@ -113,3 +113,62 @@ def test_use_cp_is_refused_with_a_reason():
     call["state_indices"] = torch.arange(8)
     with pytest.raises(NotImplementedError, match="use_cp=True: the torch backend has no split-sequence path"):
         gdn_multi.chunk_gated_delta_rule(**call)
+
+
+@pytest.mark.parametrize("same", ["k is v", "q is v", "q is k"])
+def test_one_tensor_in_two_places_is_normalised_only_where_it_should_be(same):
+    torch.manual_seed(0)
+    x, y = torch.randn(70, 2, 16) * 3, torch.randn(70, 2, 16)
+    q, k, v = {"k is v": (y, x, x), "q is v": (x, y, x), "q is k": (x, x, y)}[same]
+    common = dict(beta=torch.full((70, 2), 0.5), cu_seqlens=torch.tensor([0, 70]), use_qk_l2norm_in_kernel=True)
+    output = gdn_multi.chunk_gated_delta_rule(q, k, v, **common, backend="torch")
+    expected, _ = gdn_multi.reference.prefill(q, k, v, **common)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_precision_settings_come_back_whatever_interface_set_them():
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    if not hasattr(places[0], "fp32_precision"):
+        pytest.skip("this torch has only the older settings")
+    before = [place.fp32_precision for place in places]
+    try:
+        for value in ("tf32", "ieee"):
+            for place in places:
+                place.fp32_precision = value
+            call, _ = batch()
+            gdn_multi.chunk_gated_delta_rule(**call)
+            assert [place.fp32_precision for place in places] == [value, value]
+    finally:
+        for place, value in zip(places, before):
+            place.fp32_precision = value
+
+
+def test_precision_is_full_until_the_last_of_several_threads_is_done(monkeypatch):
+    from gdn_multi.backends import torch as backend
+
+    state = ["medium"]
+    monkeypatch.setattr(backend, "_settings", lambda: iter([(lambda: state[0], lambda v: state.__setitem__(0, v))]))
+    precision = backend._Precision()
+    with precision:
+        with precision:  # a second call begins before the first ends
+            assert state == ["ieee"]
+        assert state == ["ieee"]
+    assert state == ["medium"]
+
+
+def test_an_entry_outside_its_table_is_an_error_where_the_host_can_see_it():
+    call, _ = batch()
+    call["checkpoint_cu_starts"] = call["checkpoint_cu_starts"] + 1000
+    with pytest.raises(IndexError, match="GDN_MULTI_CHECK=1"):
+        gdn_multi.chunk_gated_delta_rule(**call)
+
+
+def test_another_default_device_changes_nothing():
+    expected = gdn_multi.chunk_gated_delta_rule(**batch()[0])[0]
+    call = batch()[0]
+    torch.set_default_device("meta")
+    try:
+        output = gdn_multi.chunk_gated_delta_rule(**call)[0]
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(output, expected)

@@ -368,3 +368,19 @@ def test_the_short_way_follows_the_variables(express, monkeypatch):
     run()
     run()
     assert express.short == 0, "GDN_MULTI_CHECK looks at every call"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "initial_state_indices", "output"])
+def test_a_tuple_is_not_the_tensors_in_it(counted, name):
+    out = torch.zeros(N, 1, HV, V)
+    run(output=out)
+    good = dict(q=torch.randn(N, 1, HQ, K), k=torch.randn(N, 1, HQ, K), initial_state_indices=index(3, 1), output=out)
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got tuple"):
+        run(**{**dict(output=out), name: (good[name],)})
+
+
+def test_a_view_whose_sign_is_pending_is_refused(counted, express):
+    run()
+    run()
+    with pytest.raises(ValueError, match="v is a view whose sign is still to be applied"):
+        run(v=torch._neg_view(torch.randn(N, 1, HV, V)))

@@ -46,3 +46,39 @@ def test_without_the_check_a_row_out_of_range_points_to_it(monkeypatch):
     monkeypatch.delenv(env.CHECK)
     with pytest.raises(IndexError, match="run the call again with GDN_MULTI_CHECK=1"):
         paged_prefill((3, 5))
+
+
+def test_the_entry_that_is_named_is_the_entry_of_the_table():
+    q, v = torch.randn(20, 1, 8), torch.randn(20, 2, 8)
+    call = dict(
+        q=q, k=q, v=v, cu_seqlens=ints(0, 10, 20), state_pool=torch.zeros(9, 2, 8, 8), page_indptr=ints(0, 2, 5),
+        page_size=64, last_page_len=ints(5, 5), backend="torch",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"sequence 1 writes .*page_indices\[4\] \(row 3\) and page_indices\[1\] \(row 3\)"):
+        gdn_multi.chunk_gated_delta_rule_paged(**call, page_indices=ints(7, 3, 5, 6, 3))
+    slots = gdn_multi.gdn_paged_prefill_slots(
+        ints(0, 10, 20), ints(7, 3, 5, 6, 4), ints(0, 2, 5), 64, ints(5, 5)
+    )  # fmt: skip
+    broken = slots._replace(state_indices=ints(7, 99))
+    with pytest.raises(ValueError, match=r"slots.state_indices\[1\] \(sequence 1\) must be below 9"):
+        gdn_multi.chunk_gated_delta_rule_paged(**call, page_indices=ints(7, 3, 5, 6, 4), slots=broken)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[0\] and \[1\].*got 10 and 0"):
+        gdn_multi.gdn_paged_prefill_slots(ints(10, 0, 20), ints(7, 3, 5, 6, 4), ints(0, 2, 5), 64, ints(5, 5))
+
+
+def test_a_write_row_that_is_not_used_may_be_anything():
+    q, v, gate, head = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2), torch.zeros(2)
+    call = dict(initial_state=torch.zeros(3, 2, 8, 8), initial_state_indices=ints(1), output_state_indices=ints(99))
+    decode = gdn_multi.gated_delta_rule_decode_pretranspose
+    decode(q, q, v, None, head, gate, head, gate, **call, disable_state_update=True, backend="torch")
+    with pytest.raises(ValueError, match=r"output_state_indices\[0\] \(sequence 0\) must be below 3"):
+        decode(q, q, v, None, head, gate, head, gate, **call, backend="torch")
+
+
+def test_an_entry_of_a_sequence_without_tokens_may_be_anything():
+    q, v = torch.randn(4, 1, 8), torch.randn(4, 2, 8)
+    pool = torch.randn(3, 2, 8, 8)
+    gdn_multi.chunk_gated_delta_rule(
+        q, q, v, cu_seqlens=ints(0, 0, 4), initial_state=pool, output_state=pool, output_final_state=True,
+        state_indices=ints(77, 1), backend="torch",
+    )  # fmt: skip
