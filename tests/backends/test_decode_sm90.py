@@ -186,20 +186,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_plan_gives_the_bits_of_the_portable_kernel(library, name, monkeypatch):
     case = Case(**CASES[name])
-    monkeypatch.setenv("EMULATED_MULTIPROCESSORS", "1")
+    monkeypatch.setenv("EMULATED_MULTIPROCESSORS", "1")  # small calls are large then, and not left to decode.cu
     want = case.run(library, PORTABLE)
     case.check(want)
     assert not want[3]
-    for variant in range(library[1].gdn_decode_plans() + 1):
-        # One multiprocessor: runs over several heads and sequences. Many: runs of one tile, and warps without any.
-        for multiprocessors in (1, 132) if variant % 4 == 1 else (1,):
-            monkeypatch.setenv("EMULATED_MULTIPROCESSORS", str(multiprocessors))
-            got = case.run(library, variant)
-            assert got[3], f"variant {variant} was not served"
-            for x, y in zip(got[:3], want[:3]):
-                assert x is None or torch.equal(bits(x), bits(y)), (
-                    f"variant {variant}, {multiprocessors} multiprocessors"
-                )
+    plans = range(library[1].gdn_decode_plans() + 1)
+    for variant in (*plans, 101, 201):
+        got = case.run(library, variant)
+        assert got[3], f"variant {variant} was not served"
+        for x, y in zip(got[:3], want[:3]):
+            assert x is None or torch.equal(bits(x), bits(y)), f"variant {variant}"
 
 
 def test_what_is_left_to_the_portable_kernel(library):

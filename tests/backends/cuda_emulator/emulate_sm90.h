@@ -1,6 +1,7 @@
 // The machine from sm_90a on, on a CPU: csrc/common/sm90_primitives.cuh says what each function does. Shared memory layouts
 // are decoded as the descriptors say, barriers count arrivals and bytes, and copies poison their target first.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 #include <climits>
 #include <map>
@@ -31,11 +32,21 @@ inline void end_phase_if_complete(MemoryBarrier& b) {
 
 }  // namespace emu
 
+#define GDN_LAUNCH_BEHIND GDN_LAUNCH
+
 namespace gdn {
+
+inline void let_next_start() {}
+inline void wait_for_previous() {}
 
 inline float exp2_approximate(float x) {
   const float y = exp2f(x);
   return y < FLT_MIN ? 0.f : y;
+}
+
+inline uint32_t larger_halves(uint32_t x, uint32_t y) {
+  const auto number = [](uint32_t h) { return (h & 0x7fff) > 0x7c00 ? 0u : h & 0x7fff; };
+  return std::max(number(x & 0xffff), number(y & 0xffff)) | std::max(number(x >> 16), number(y >> 16)) << 16;
 }
 
 inline uint32_t round_to_tf32(float x) {
@@ -109,13 +120,18 @@ inline void pin(X&) {}
 
 enum class Layout : uint32_t { plain = 0, swizzled = 1 };
 
-struct Descriptor {
+struct Description {
   const uint8_t* start;
   Layout layout;
   uint32_t leading, stride;
+
+  Description operator+(int bytes) const {
+    if (bytes % 16) std::abort();
+    return {start + bytes, layout, leading, stride};
+  }
 };
 
-inline Descriptor describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
+inline Description describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
   if (reinterpret_cast<uintptr_t>(b) % 16) std::abort();
   return {static_cast<const uint8_t*>(b), layout, leading, stride};
 }
@@ -151,14 +167,14 @@ inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
 }
 
 template <class T>
-inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Descriptor& b, int add) {
+inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
   multiply<T>(d, a, add, [&](int k, int n) {
     if (b.layout == Layout::plain) return b.start + k / 8 * b.leading + n / 8 * b.stride + n % 8 * 16 + k % 8 * 2;
     return swizzle(b.start + n / 8 * b.stride + n % 8 * 128 + k * 2, b.layout);
   });
 }
 template <class T>
-inline void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Descriptor& b, int add) {
+inline void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
   multiply<T>(d, a, add, [&](int k, int n) {
     if (b.layout == Layout::plain) std::abort();
     return swizzle(b.start + n / 64 * b.leading + k / 8 * b.stride + k % 8 * 128 + n % 64 * 2, b.layout);

@@ -34,9 +34,8 @@ GDN_EXPORT int gdn_decode_plans() { return gdn::kDecodePlanCount; }
 GDN_EXPORT int gdn_decode_plan(long long bytes, int size, int multiprocessors) {
   return gdn::decode_plan(bytes, size, multiprocessors);
 }
-// kind, tile bytes, stages, warps, resident, waves, policy
+// tile bytes, wide, warps, streaming
 GDN_EXPORT void gdn_describe_decode_plan(int variant, int* out) {
   const gdn::DecodePlan& plan = gdn::kDecodePlans[variant - 1];
-  const int values[7] = {int(plan.kind), plan.tile_bytes, plan.stages, plan.warps, plan.resident, plan.waves, plan.policy};
-  for (int i = 0; i < 7; i++) out[i] = values[i];
+  out[0] = plan.tile_bytes, out[1] = plan.wide, out[2] = plan.warps, out[3] = plan.streaming;
 }
