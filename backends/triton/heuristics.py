@@ -48,8 +48,9 @@ _TILES = {
 _TILES.update({("other", *key[1:]): _TILES[key] for key in (("sm_90", False, True), ("sm_90", False, False))})
 
 #: Sequences are cut where that shortens the estimated time of a call to less than this fraction, should one sequence
-#: be as long as the bound says, and to no more than the second, should all be alike.
-_WORTH_CUTTING, _BEARABLE = 0.9, 1.04
+#: be as long as the bound says, and to no more than the second, should all be alike; into the segments that are best on
+#: the average of both.
+_WORTH_CUTTING, _BEARABLE = 0.92, 1.04
 _SEGMENT_CHUNKS = (8, 16, 32, 64, 128)
 #: Programs of recur that an SM runs side by side.
 _PROGRAMS_PER_SM = 2
@@ -135,14 +136,22 @@ def segment_chunks(
         )
 
     whole = estimate(alike, longest)
-    best, best_ratio = 0, float("inf") if demanded else _WORTH_CUTTING
+    best, best_score = 0, float("inf")
+    programs = num_heads * v_blocks * num_seqs
     for size in _SEGMENT_CHUNKS:
         if size >= longest:
             continue
         ratio = max(estimate(one, size) / estimate(one, longest) for one in uneven)
-        added = _LAUNCH_US if size >= alike[0][1] else 0.0
-        if ratio < best_ratio and (demanded or estimate(alike, size) + added <= _BEARABLE * whole):
-            best, best_ratio = size, ratio
+        together = estimate(alike, size)
+        if size >= alike[0][1]:
+            # Whole after all: then launches were added for nothing, and where the programs were alone on their SMs,
+            # those of the empty slots choose the pipeline for two.
+            together += _LAUNCH_US
+            if programs <= sms < num_heads * v_blocks * (chunks // size + num_seqs):
+                together += alike[0][1] * (_SHARED_US - _ALONE_US)
+        score = ratio + together / whole
+        if score < best_score and (demanded or (ratio < _WORTH_CUTTING and together <= _BEARABLE * whole)):
+            best, best_score = size, score
     if demanded:
         return best or _SEGMENT_CHUNKS[0]
     return best if sms else 0

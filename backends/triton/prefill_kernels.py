@@ -74,9 +74,17 @@ def _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX: tl.cons
     if PREFIX == PREFIX_LENS:
         prefix = tl.load(prefixes + i).to(tl.int64)
     if PREFIX == PAGES:
-        pages = (tl.load(prefixes + i + 1) - tl.load(prefixes + i)).to(tl.int64)
-        prefix = (pages - 1) * page_size + tl.load(last_page_len + i).to(tl.int64) - (end - begin)
+        first_page, last_page, filled = _pages(i, prefixes, last_page_len)
+        prefix = (last_page - first_page).to(tl.int64) * page_size + filled - (end - begin)
     return begin, end, prefix
+
+
+@triton.jit
+def _pages(i, page_indptr, last_page_len):
+    """(entry of the first page, entry of the last page, tokens in that one) of sequence i, in int32."""
+    first_page = tl.load(page_indptr + i).to(tl.int32)
+    last_page = tl.load(page_indptr + i + 1).to(tl.int32) - 1
+    return first_page, last_page, tl.load(last_page_len + i).to(tl.int32)
 
 
 @triton.jit
@@ -369,6 +377,8 @@ def recur(
         i = _sequence_of_slot(place, cu_seqlens, num_seqs, segment_chunks * CHUNK, EXTRA)
     begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
     first_token = tl.load(cu_seqlens).to(tl.int64)
+    if PREFIX == PAGES:
+        first_page, last_page, filled = _pages(i, prefixes, last_page_len)
     shift = (prefix % CHUNK).to(tl.int32)
     length = (end - begin).to(tl.int32)
     num_chunks = tl.where(length > 0, (length + shift + CHUNK - 1) // CHUNK, 0)
@@ -412,7 +422,11 @@ def recur(
         if from_initial:
             row = i.to(tl.int64)
             if PREFIX == PAGES:
-                row = tl.load(prefixes + i).to(tl.int64) + (prefix + page_size - 1) // page_size - 1
+                # The page that holds the token before the first new one. In 32 bits: a division of 64 is a call, for
+                # which the compiler takes registers from the loop.
+                row = last_page
+                if filled <= length:
+                    row = last_page - 1 - (length - filled) // page_size
                 row = tl.load(checkpoint_rows + row, mask=prefix > 0, other=-1).to(tl.int64)
             elif READ_ROWS:
                 row = tl.load(read_rows + i).to(tl.int64)
@@ -436,7 +450,7 @@ def recur(
         passed = (chunks_before + from_chunk) // checkpoint_chunks
         checkpoint_chunk = (passed + 1) * checkpoint_chunks - chunks_before - 1
         if PREFIX == PAGES:
-            checkpoint = tl.load(prefixes + i).to(tl.int64) + passed
+            checkpoint = first_page.to(tl.int64) + passed
         else:
             checkpoint = tl.load(checkpoint_starts + i).to(tl.int64) + passed - chunks_before // checkpoint_chunks
 
@@ -461,7 +475,8 @@ def recur(
         for chunk in range(from_chunk, stop):
             offset = chunk * CHUNK - shift
             first = begin + offset
-            inside = (r >= -offset) & (r < length - offset)
+            # One comparison for both ends: before the sequence's first token the difference wraps around.
+            inside = (r + offset).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
             mask = inside[:, None]
             if K != BLOCK_K:
                 mask = mask & (d < K)[None, :]
@@ -488,7 +503,6 @@ def recur(
                 tl.store(output + first * O_STRIDE + (r[None, :] * O_STRIDE + rows[:, None]), O.to(dtype), mask=mask_v)
             S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
 
-
         if STORES:
             if (stop == checkpoint_chunk + 1) & (stop * CHUNK - shift <= length):
                 row = checkpoint
@@ -510,10 +524,8 @@ def recur(
         row = i.to(tl.int64)
         store = is_last
         if PREFIX == PAGES:
-            total = prefix + length
-            store = store & (length > 0) & (total % page_size != 0)
-            row = tl.load(prefixes + i + 1).to(tl.int64) - 1
-            row = tl.load(checkpoint_rows + row, mask=store, other=-1).to(tl.int64)
+            store = store & (length > 0) & (filled != page_size)
+            row = tl.load(checkpoint_rows + last_page, mask=store, other=-1).to(tl.int64)
         else:
             if FILL_EMPTY == 0:
                 store = store & (length > 0)

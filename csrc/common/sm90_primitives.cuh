@@ -9,6 +9,27 @@
 
 namespace gdn {
 
+// --- kernels behind one another ------------------------------------------------------------------------------------------
+// A kernel launched by GDN_LAUNCH_BEHIND may start while the one before it still runs, once all its CTAs have let it by
+// let_next_start; by wait_for_previous it waits for that one's end and can see all it wrote. Every CTA calls both, so that the
+// end of a kernel means the end of all before it.
+
+#define GDN_LAUNCH_BEHIND(kernel, grid, block, shared, stream, ...)             \
+  do {                                                                          \
+    cudaLaunchAttribute early{};                                                \
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;              \
+    early.val.programmaticStreamSerializationAllowed = 1;                       \
+    cudaLaunchConfig_t config{};                                                \
+    config.gridDim = dim3(grid), config.blockDim = dim3(block);                 \
+    config.dynamicSmemBytes = shared, config.stream = stream;                   \
+    config.attrs = &early, config.numAttrs = 1;                                 \
+    check(cudaLaunchKernelEx(&config, kernel, __VA_ARGS__), "cudaLaunchKernelEx"); \
+  } while (false)
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- numbers -------------------------------------------------------------------------------------------------------------
+
 // 2^x to two units of the last place; what is no normal float32 becomes 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
@@ -18,6 +39,12 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 
 // To TF32 in one instruction: a product ignores the bits below. Infinities stay; a NaN may become anything.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+// Two fp16: the larger absolute values, where they are numbers.
+__device__ __forceinline__ uint32_t larger_halves(uint32_t x, uint32_t y) {
+  const __half2 z = __hmax2(__habs2(*reinterpret_cast<__half2*>(&x)), __habs2(*reinterpret_cast<__half2*>(&y)));
+  return *reinterpret_cast<const uint32_t*>(&z);
+}
 
 // --- barriers in shared memory -----------------------------------------------------------------------------------------
 // A barrier's phase ends when the announced number of arrivals has come and all announced bytes have landed.
@@ -125,20 +152,26 @@ __device__ __forceinline__ void pin(uint32_t (&a)[N]) {
 // Swizzled: 16-byte piece c of row r of a group lies at piece c ^ r; groups start at multiples of 1024 bytes.
 enum class Layout : uint32_t { plain = 0, swizzled = 1 };
 
-__device__ __forceinline__ uint64_t describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
-  return uint64_t((shared_address(b) & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 |
-         uint64_t(layout) << 62;
+struct Description {
+  uint32_t low, high;
+
+  // The same, so many bytes further on: one addition.
+  __device__ __forceinline__ Description operator+(int bytes) const { return {low + (bytes >> 4), high}; }
+  __device__ __forceinline__ uint64_t bits() const { return uint64_t(high) << 32 | low; }
+};
+__device__ __forceinline__ Description describe(const void* b, Layout layout, uint32_t leading, uint32_t stride) {
+  return {(shared_address(b) & 0x3ffff) >> 4 | (leading >> 4) << 16, (stride >> 4) | uint32_t(layout) << 30};
 }
 
 template <class T>  // N = 64, b as columns of 16 k
-__device__ __forceinline__ void multiply_k_major(float (&d)[8][4], const uint32_t* a, uint64_t b, int add);
+__device__ __forceinline__ void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add);
 template <class T>  // N = 128, b as rows of columns
-__device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32_t* a, uint64_t b, int add);
+__device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Description& b, int add);
 
 #define GDN_TILE(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define GDN_TILES(d, n) GDN_TILE(d[n]), GDN_TILE(d[n + 1]), GDN_TILE(d[n + 2]), GDN_TILE(d[n + 3])
 template <>
-__device__ __forceinline__ void multiply_k_major<__nv_bfloat16>(float (&d)[8][4], const uint32_t* a, uint64_t b, int add) {
+__device__ __forceinline__ void multiply_k_major<__nv_bfloat16>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -146,10 +179,10 @@ __device__ __forceinline__ void multiply_k_major<__nv_bfloat16>(float (&d)[8][4]
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
       : GDN_TILES(d, 0), GDN_TILES(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
 }
 template <>
-__device__ __forceinline__ void multiply_n_major<__nv_bfloat16>(float (&d)[16][4], const uint32_t* a, uint64_t b, int add) {
+__device__ __forceinline__ void multiply_n_major<__nv_bfloat16>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -159,10 +192,10 @@ __device__ __forceinline__ void multiply_n_major<__nv_bfloat16>(float (&d)[16][4
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
       : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
 }
 template <>
-__device__ __forceinline__ void multiply_k_major<__half>(float (&d)[8][4], const uint32_t* a, uint64_t b, int add) {
+__device__ __forceinline__ void multiply_k_major<__half>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
@@ -170,10 +203,10 @@ __device__ __forceinline__ void multiply_k_major<__half>(float (&d)[8][4], const
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
       : GDN_TILES(d, 0), GDN_TILES(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
 }
 template <>
-__device__ __forceinline__ void multiply_n_major<__half>(float (&d)[16][4], const uint32_t* a, uint64_t b, int add) {
+__device__ __forceinline__ void multiply_n_major<__half>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
@@ -183,7 +216,7 @@ __device__ __forceinline__ void multiply_n_major<__half>(float (&d)[16][4], cons
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
       : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
 }
 #undef GDN_TILES
 #undef GDN_TILE

@@ -442,6 +442,7 @@ __global__ void __launch_bounds__(32 * kWarps, 3) chunks(const __grid_constant__
   GDN_SHARED(unaligned);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int64_t slot = blockIdx.x;
+  let_next_start();
   const int index = find_sequence(p, slot);
   if (index < 0) return;
   const Sequence sequence = get_sequence(p, index);
@@ -490,7 +491,8 @@ __global__ void __launch_bounds__(32 * kWarps, 3) chunks(const __grid_constant__
       for (int i = 0; i < 4; i++) q_rows[4 * k + i] = a[i];
     }
     pin(k_rows), pin(q_rows);
-    const auto columns = [&](int k) { return describe(k_tile + k / 4 * 8192 + k % 4 * 32, Layout::swizzled, 16, 1024); };
+    const auto first = describe(k_tile, Layout::swizzled, 16, 1024);
+    const auto columns = [&](int k) { return first + (k / 4 * 8192 + k % 4 * 32); };
     multiply_fence();
 #pragma unroll
     for (int k = 0; k < 8; k++) multiply_k_major<M>(kk, k_rows + 4 * k, columns(k), k > 0);

@@ -190,10 +190,11 @@ constexpr bool kBounded = std::is_same_v<M, __half>;
 // stays in range: a row of the inverse adds up 64 values.)
 template <int N>
 __device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
-  uint32_t found = 0;
+  uint32_t found[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < N; i++) found |= a[i] & a[i] << 1;
-  return __ballot_sync(0xffffffffu, (found & 0x40004000u) != 0) != 0;
+  for (int i = 0; i < N; i += 2) found[0] = larger_halves(found[0], a[i]), found[1] = larger_halves(found[1], a[i + 1]);
+  found[0] = larger_halves(found[0], found[1]);
+  return __ballot_sync(0xffffffffu, (found[0] & found[0] << 1 & 0x40004000u) != 0) != 0;
 }
 
 // What to multiply rows with, so that their largest values come to lie below 64: 1 where they are small, or not finite.
@@ -233,35 +234,50 @@ __device__ __forceinline__ void round_state(uint32_t (&operand)[32], float (&s)[
   }
 }
 
-// One chunk of one warpgroup. `operand` is the state rounded to M, before and after. A V of zeros is not read.
-template <class T, class M, int kGroups, bool kOutput>
-__device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[32], float (&factor)[2], uint8_t* stage, bool with_v, int warp, int lane,
-                                        const PrefillParams& p, const Rows& rows, uint16_t* output, bool output_aligned) {
-  using S = Stage<kGroups>;
-  const int q = lane % 4;
-  const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * q;
-  const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
-  const auto k_columns = [&](int tile, int k) { return describe(stage + tile + k / 4 * 8192 + k % 4 * 32, Layout::swizzled, 16, 1024); };
-  const auto strip = [&](int matrix, int k) { return describe(stage + matrix + k * kFullStripBytes, Layout::plain, 128, 256); };
-  float x[8][4], o[8][4];
+// A consumer's own view of a stage: where the right operands are.
+template <int kGroups>
+struct Tiles {
+  const Description k_columns, q_columns, k_rows, coupling, scores;
 
-  // X^T = S K^T, and S Q^T
+  __device__ __forceinline__ explicit Tiles(const uint8_t* stage)
+      : k_columns(describe(stage + Stage<kGroups>::k, Layout::swizzled, 16, 1024)),
+        q_columns(k_columns + (Stage<kGroups>::q - Stage<kGroups>::k)),
+        k_rows(describe(stage + Stage<kGroups>::k, Layout::swizzled, 8192, 1024)),
+        coupling(describe(stage + Stage<kGroups>::coupling, Layout::plain, 128, 256)),
+        scores(coupling + (Stage<kGroups>::scores - Stage<kGroups>::coupling)) {}
+};
+__host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
+
+// Products begin here and end where their results are wanted. X^T = S K^T.
+template <class M>
+__device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns) {
   multiply_fence();
 #pragma unroll
-  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns(S::k, k), k > 0);
+  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns + columns_at(k), k > 0);
   multiply_commit();
-  if constexpr (kOutput) {
+}
+// Half of S Q^T: the tensor cores have it to do while Y is made, and the other half while U becomes an operand.
+template <class M>
+__device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&operand)[32], const Description& q_columns, int half) {
+  multiply_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_k_major<M>(o, operand + 4 * k, k_columns(S::q, k), k > 0);
-    multiply_commit();
-    multiply_wait<1>();
-  } else {
-    multiply_wait<0>();
-  }
-  pin(x);
+  for (int k = 0; k < 4; k++)
+    multiply_k_major<M>(o, operand + 16 * half + 4 * k, q_columns + columns_at(4 * half + k), half > 0 || k > 0);
+  multiply_commit();
+}
+
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. A V of zeros is not read.
+template <class T, class M, int kGroups, bool kOutput>
+__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], uint32_t (&operand)[32], float (&factor)[2],
+                                        const uint8_t* stage, bool with_v, int warp, int lane) {
+  using S = Stage<kGroups>;
+  const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * (lane % 4);
+  const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
+  const Tiles<kGroups> tiles(stage);
 
   // Y^T = beta (V^T - gamma X^T)
   const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
   const auto make_y = [&](float above, float below) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -289,6 +305,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[3
       make_y(factor[0], factor[1]);
     to_operand<M>(y, x);
     if (too_large(y)) {
+      // The rows' state shrinks, and of S Q^T what there is already; the rest of it from a smaller state too.
       multiply_wait<0>();
       if constexpr (kOutput) pin(o);
       float by[2];
@@ -298,6 +315,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[3
       if constexpr (kOutput) multiply_rows(o, by);
       factor[0] *= by[0], factor[1] *= by[1];
       to_operand<M>(y, x);
+      to_operand<M>(operand, s);
     }
   } else {
     make_y(1.f, 1.f);
@@ -307,31 +325,21 @@ __device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[3
   // U^T = Y^T + Y^T coupling^T, the identity's part in float32
   multiply_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, strip(S::coupling, k), 1);
+  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
   multiply_commit();
-  // Meanwhile the decays of S and of S Q^T.
+  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
+  // Meanwhile the decay of S.
   const float end = reinterpret_cast<const float*>(stage + S::gates)[kEnd * kChunk];
 #pragma unroll
   for (int n = 0; n < 16; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) s[n][i] *= end;
   pin(s);
-  if constexpr (kOutput) {
-    multiply_wait<1>();
-    pin(o);
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-      const float2 scale = gate(kScaleGamma, n);
-      o[n][0] *= scale.x, o[n][1] *= scale.y, o[n][2] *= scale.x, o[n][3] *= scale.y;
-    }
-    pin(o);
-  }
-  multiply_wait<0>();
+  multiply_wait<kOutput ? 1 : 0>();
   pin(x);
 
-  // S = gamma_64 S + (tail U^T) K, and O^T = scale gamma (S Q^T) + U^T scores^T
-  uint32_t u[16], tail_u[16];
-  if constexpr (kOutput) to_operand<M>(u, x);
+  // S = gamma_64 S + (tail U^T) K
+  uint32_t tail_u[16];
 #pragma unroll
   for (int n = 0; n < 8; n++) {
     const float2 tail = gate(kTail, n);
@@ -340,51 +348,61 @@ __device__ __forceinline__ void advance(float (&s)[16][4], uint32_t (&operand)[3
   }
   multiply_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++)
-    multiply_n_major<M>(s, tail_u + 4 * k, describe(stage + S::k + k * 2048, Layout::swizzled, 8192, 1024), 1);
+  for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);
   multiply_commit();
-  if constexpr (kOutput) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, strip(S::scores, k), 1);
-    multiply_commit();
-    multiply_wait<1>();
-  } else {
-    multiply_wait<0>();
-  }
-  pin(s);
-  const float factor_of_o[2] = {factor[0], factor[1]};
-  round_state<M>(operand, s, factor);
-  pin(operand);
 
+  // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
   if constexpr (kOutput) {
-    multiply_wait<0>();
+    uint32_t u[16];
+    to_operand<M>(u, x);
+    multiply_wait<1>();
     pin(o);
-    if (kBounded<M> && !is_one(factor_of_o)) {
-      const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
-      multiply_rows(o, back);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 scale = gate(kScaleGamma, n);
+      o[n][0] *= scale.x, o[n][1] *= scale.y, o[n][2] *= scale.x, o[n][3] *= scale.y;
     }
+    multiply_fence();
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const uint32_t tiles[4] = {Pair<T>::pack(o[2 * j][0], o[2 * j][1]), Pair<T>::pack(o[2 * j][2], o[2 * j][3]),
-                                 Pair<T>::pack(o[2 * j + 1][0], o[2 * j + 1][1]), Pair<T>::pack(o[2 * j + 1][2], o[2 * j + 1][3])};
-      store_tiles_transposed(stage + S::v + v_at<kGroups>(16 * j + row, piece), tiles);
-    }
-    __syncwarp();
-    // 16 V columns a warp: two lanes a token.
-    uint16_t* out = output + 16 * warp + lane % 2 * 8;
+    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);
+    multiply_commit();
+  }
+  multiply_wait<kOutput ? 1 : 0>();
+  pin(s);
+}
+
+// A chunk's outputs, O^T rounded, through the stage's V tile: a warp has read its columns of V when it has outputs, and nobody
+// else reads or writes them.
+template <int kGroups>
+__device__ __forceinline__ void store_output(const uint32_t (&o)[16], uint8_t* v_tile, int warp, int lane, const Rows& rows, uint16_t* output,
+                                             int64_t stride, bool aligned) {
+  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int t = 16 * j + lane / 2;
-      const uint4 value = *reinterpret_cast<const uint4*>(stage + S::v + v_at<kGroups>(t, 2 * warp + lane % 2));
-      if (t < rows.from || t >= rows.to) continue;
-      uint16_t* to = out + t * p.output_stride.token;
-      if (output_aligned) {
-        *reinterpret_cast<uint4*>(to) = value;
-      } else {
-        const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+  for (int j = 0; j < 4; j++) {
+    const uint32_t tiles[4] = {o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
+    store_tiles_transposed(v_tile + v_at<kGroups>(16 * j + row, piece), tiles);
+  }
+  __syncwarp();
+  // 16 V columns a warp: two lanes a token.
+  uint4 values[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) to[i] = uint16_t(words[i / 2] >> (16 * (i % 2)));
-      }
+  for (int j = 0; j < 4; j++) values[j] = *reinterpret_cast<const uint4*>(v_tile + v_at<kGroups>(16 * j + lane / 2, 2 * warp + lane % 2));
+  uint16_t* to = output + lane / 2 * stride;
+  if (aligned && rows.from == 0 && rows.to == kChunk) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(to + 16 * j * stride) = values[j];
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const int t = 16 * j + lane / 2;
+    if (t < rows.from || t >= rows.to) continue;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to + 16 * j * stride) = values[j];
+    } else {
+      const uint32_t words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) (to + 16 * j * stride)[i] = uint16_t(words[i / 2] >> (16 * (i % 2)));
     }
   }
 }
@@ -458,17 +476,47 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
   const int last = work.last && work.end > work.begin ? sequence.to(work.end - 1) : kChunk;
   uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + work.v0 +
                      sequence.first_token(work.begin) * p.output_stride.token;
-  int number = 0, parity = 0;
-  for (int left = int(work.end - work.begin); left > 0; left--) {
+  output += 16 * warp + lane % 2 * 8;
+  int number = 0, parity = 0, left = int(work.end - work.begin);
+  float x[8][4], o[8][4];
+  if (left > 0) {
+    barrier_wait(&common.full[0], 0);
+    begin_x<M>(x, operand, Tiles<kGroups>(stages).k_columns);
+    multiply_wait<0>();
+    pin(x);
+  }
+  // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
+  for (; left > 0; left--) {
     if (left == 1) rows.to = last;
-    barrier_wait(&common.full[number], parity);
-    advance<T, M, kGroups, kOutput>(s, operand, factor, stages + number * Stage<kGroups>::bytes, !transition, warp, lane, p, rows, output,
-                                    plan.output_aligned);
+    uint8_t* stage = stages + number * Stage<kGroups>::bytes;
+    uint64_t* empty = &common.empty[number];
+    advance<T, M, kGroups, kOutput>(s, x, o, operand, factor, stage, !transition, warp, lane);
+    const float factor_of_o[2] = {factor[0], factor[1]};
+    round_state<M>(operand, s, factor);
+    // The last chunk has no successor: what it multiplies instead is not used.
+    uint8_t* next = stage;
+    if (left > 1) {
+      if (++number == kStages) number = 0, parity ^= 1;
+      next = stages + number * Stage<kGroups>::bytes;
+      barrier_wait(&common.full[number], parity);
+    }
+    begin_x<M>(x, operand, Tiles<kGroups>(next).k_columns);
+    if constexpr (kOutput) {
+      multiply_wait<1>();
+      pin(o);
+      if (kBounded<M> && !is_one(factor_of_o)) {
+        const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
+        multiply_rows(o, back);
+      }
+      uint32_t rounded[16];
+      to_operand<T>(rounded, o);
+      store_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane, rows, output, p.output_stride.token, plan.output_aligned);
+      output += kChunk * p.output_stride.token;
+    }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&common.empty[number]);
-    if (++number == kStages) number = 0, parity ^= 1;
-    output += kChunk * p.output_stride.token;
-    rows.from = 0;
+    if (lane == 0) barrier_arrive(empty);
+    multiply_wait<0>();
+    pin(x);
     if constexpr (kOutput) {
       // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
       if (--until_checkpoint == 0 && rows.to == kChunk) {
@@ -479,6 +527,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         until_checkpoint = interval, checkpoint++;
       }
     }
+    rows.from = 0;
   }
   if constexpr (kOutput) {
     if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
@@ -504,21 +553,40 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
     recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
   using S = Stage<kGroups>;
   GDN_SHARED(unaligned);
-  if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
+  let_next_start();
   constexpr int kShares = 2 / kGroups, kParts = kOutput ? kShares : 2 * kShares;
   const int part = blockIdx.x % kParts;
   const int64_t unit = blockIdx.x / kParts / plan.heads;
+  uint8_t* stages = align_shared(unaligned, 1024);
+  auto& common = *reinterpret_cast<Common*>(stages + kStages * S::bytes);
+  // What needs nothing of the kernel before. What lies above the diagonal is never copied, and zero.
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      barrier_init(&common.full[i], kProducers + 1);
+      barrier_init(&common.empty[i], 4 * kGroups);
+    }
+    barrier_init_done();
+  }
+  for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
+    const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
+    *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
+  }
+  fence_async_proxy();
+  if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
   Work work;
   Sequence sequence;
   work.head = plan.first_head + blockIdx.x / kParts % plan.heads;
   work.v0 = part % kShares * 64 * kGroups;
+  bool found = true;
   if (plan.path.segment > 0) {
-    if (!find_segment(p, plan, unit, work, sequence)) return;
+    found = find_segment(p, plan, unit, work, sequence);
   } else {
     sequence = get_sequence(p, int(unit));
     work.index = int(unit), work.begin = 0, work.end = sequence.chunks, work.segment = 0, work.first = work.last = true;
   }
   work.transition = !kOutput && part >= kShares;
+  wait_for_previous();
+  if (!found) return;
   if (kOutput) {
     if (sequence.chunks == 0 && !p.copy_empty) return;
   } else {
@@ -530,23 +598,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       if (zero) return;
     }
   }
-
-  uint8_t* stages = align_shared(unaligned, 1024);
-  auto& common = *reinterpret_cast<Common*>(stages + kStages * S::bytes);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(&common.full[i], kProducers + 1);
-      barrier_init(&common.empty[i], 4 * kGroups);
-    }
-    barrier_init_done();
-    common.work = work, common.sequence = sequence;
-  }
-  // What lies above the diagonal is never copied, and zero.
-  for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
-    const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
-    *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
-  }
-  fence_async_proxy();
+  if (threadIdx.x == 0) common.work = work, common.sequence = sequence;
   __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<40>();
@@ -571,7 +623,7 @@ void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
   }
   const int64_t units = plan.path.segment > 0 ? plan.segments : p.num_seqs;
   const int64_t grid = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
-  GDN_LAUNCH((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan);
+  GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan);
   check(cudaGetLastError(), kOutput ? "prefill on sm_90a, recurrence" : "prefill on sm_90a, first pass");
 }
 

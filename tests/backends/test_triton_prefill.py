@@ -96,6 +96,16 @@ def test_a_page_continued_in_place_by_segments():
     PagedBatch(Dims(1, 1, 1, 64, 64), 512).add(prefix=70, new=250).build(DEVICE, dtype=F16).run(door)
 
 
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_where_the_state_before_a_call_lies(chunks):
+    """In the page that this call goes on with, in the full one before it, or pages before the last one."""
+    cut(chunks)
+    batch = PagedBatch(Dims(1, 1, 1, 64, 64), 128)
+    batch.add(prefix=90, new=20).add(prefix=128, new=64).add(prefix=128, new=128).add(prefix=192, new=64)
+    batch.add(prefix=130, new=260)
+    batch.build(DEVICE, dtype=F16).run(door)
+
+
 def test_use_cp_demands_and_forbids_segments():
     tk = tokens(Dims(1, 1, 1, 64, 64), (64 * 9,))
     check(tk, use_cp=True)
@@ -296,6 +306,9 @@ def test_segments_are_for_few_and_long_sequences():
     assert choice(8192, 256, 32, 64) == 0
     assert choice(32768, 8192, 4, 64) == 0
     assert choice(64, 64, 1, 8) == 0
+    # Whether four of a length are known to be alike or not.
+    for heads in (8, 16, 32, 64):
+        assert choice(32768, 8192, 4, heads) == choice(32768, 32768, 4, heads)
 
 
 def test_use_cp_and_batch_invariance_exclude_each_other(monkeypatch):
