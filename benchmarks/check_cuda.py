@@ -17,10 +17,10 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 import torch  # noqa: E402
+from gdn_multi.backends.cuda import CudaBackend  # noqa: E402
 
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
-from gdn_multi.backends.cuda import CudaBackend  # noqa: E402
 from gdn_multi.request import DecodeRequest, PageTable, PrefillRequest, SlotsRequest  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)

@@ -21,10 +21,10 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 import torch  # noqa: E402
-
-from gdn_multi import reference  # noqa: E402
 from gdn_multi.backends.cuda import CudaBackend, build  # noqa: E402
 from gdn_multi.backends.cuda.prefill_heuristics import HALF_OPERANDS, PORTABLE, Path, estimate, fastest  # noqa: E402
+
+from gdn_multi import reference  # noqa: E402
 from gdn_multi.request import PrefillRequest  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)

@@ -25,8 +25,8 @@ from .gdn_paged import (  # noqa: E402
 )
 from .gdn_prefill import chunk_gated_delta_rule  # noqa: E402
 from .registry import register_backend, registered_backends, unregister_backend  # noqa: E402
-from .warmup import WarmupReport, compilations, warmup  # noqa: E402
 from .request import DecodeRequest, PageTable, PrefillRequest, SlotsRequest  # noqa: E402
+from .warmup import WarmupReport, compilations, warmup  # noqa: E402
 
 __all__ = [
     "Backend",

@@ -6,13 +6,13 @@ belong into the methods below, so that importing gdn_multi stays cheap.
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Tuple
+from collections.abc import Callable
 
 import torch
 
 from .request import DecodeRequest, PrefillRequest, Request, SlotsRequest
 
-Reasons = Tuple[str, ...]
+Reasons = tuple[str, ...]
 
 
 class Backend:
@@ -21,7 +21,7 @@ class Backend:
     #: The name users select it by.
     name: str = ""
     #: Place in the automatic choice, higher first; None: only by name. The policy asks backends in this order.
-    priority: Optional[int] = None
+    priority: int | None = None
     #: One line on what it serves and where, for ``doctor``.
     summary: str = ""
 
@@ -55,7 +55,7 @@ class Backend:
         """Fill ``request.out`` from the page table, in one launch and without a host synchronization."""
         raise NotImplementedError(f"backend {self.name!r} has no page_slots")
 
-    def express_decode(self, request: DecodeRequest) -> Optional[Callable[..., bool]]:
+    def express_decode(self, request: DecodeRequest) -> Callable[..., bool] | None:
         """A short way for decode calls like ``request``, which has just been served; None if there is none.
 
         The result takes the tensors q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, intermediate_states,

@@ -7,7 +7,6 @@ not read. While a CUDA graph is being captured nothing can be copied: the check 
 from __future__ import annotations
 
 import warnings
-from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ def check(request: Request) -> None:
         _check_decode(request)
 
 
-def _to_host(tensors: Dict[str, Optional[Tensor]]) -> Dict[str, List[int]]:
+def _to_host(tensors: dict[str, Tensor | None]) -> dict[str, list[int]]:
     """The values of all given tensors, in one copy."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     joined = torch.cat([tensor.reshape(-1).long() for tensor in given.values()]).tolist() if given else []
@@ -42,7 +41,7 @@ def _to_host(tensors: Dict[str, Optional[Tensor]]) -> Dict[str, List[int]]:
     return values
 
 
-def _table_tensors(table: Optional[PageTable]) -> Dict[str, Optional[Tensor]]:
+def _table_tensors(table: PageTable | None) -> dict[str, Tensor | None]:
     if table is None:
         return {}
     return dict(
@@ -50,7 +49,7 @@ def _table_tensors(table: Optional[PageTable]) -> Dict[str, Optional[Tensor]]:
     )  # fmt: skip
 
 
-def _check_table(values: Dict[str, List[int]], table: PageTable, num_pages: Optional[int]) -> None:
+def _check_table(values: dict[str, list[int]], table: PageTable, num_pages: int | None) -> None:
     pages, indptr, last = values["page_indices"], values["page_indptr"], values["last_page_len"]
     cu = values.get("cu_seqlens")
     for i, (first, end) in enumerate(zip(indptr, indptr[1:])):
@@ -65,7 +64,7 @@ def _check_table(values: Dict[str, List[int]], table: PageTable, num_pages: Opti
             upper = f"[1, {table.page_size}]" if table.page_size else "[1, page_size]"
             raise ValueError(f"last_page_len[{i}] (sequence {i}) must be in {upper}, got {last[i]}" + WHERE)
         if len(set(pages[first:end])) < end - first:
-            seen: Dict[int, int] = {}
+            seen: dict[int, int] = {}
             for entry in range(first, end):
                 if pages[entry] in seen:
                     raise ValueError(
@@ -103,8 +102,8 @@ class _Owners:
     """Which sequence reads and writes which row; rows of different pools are told apart by their address."""
 
     def __init__(self) -> None:
-        self.reads: Dict[int, List[Tuple[int, str]]] = {}
-        self.writes: Dict[int, List[Tuple[int, str]]] = {}
+        self.reads: dict[int, list[tuple[int, str]]] = {}
+        self.writes: dict[int, list[tuple[int, str]]] = {}
 
     def add(self, kind: str, pool: Tensor, row: int, sequence: int, what: str) -> None:
         address = pool.data_ptr() + row * pool.stride(0) * pool.element_size()

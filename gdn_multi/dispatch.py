@@ -11,8 +11,9 @@ import inspect
 import logging
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,13 +38,13 @@ class LastCall(NamedTuple):
 
 
 class _Thread(threading.local):
-    last: Optional[LastCall] = None
+    last: LastCall | None = None
 
 
 _thread = _Thread()
 
 
-def last_backend() -> Optional[LastCall]:
+def last_backend() -> LastCall | None:
     """What served this thread's last call that ran: ``LastCall(function, backend, detail)``; None before the first.
 
     The same goes to the logger "gdn_multi" at level DEBUG, call by call.
@@ -56,11 +57,11 @@ class Explanation:
     """Which backend would serve a call, and what speaks against each of the others. ``str()`` gives a table."""
 
     function: str
-    backend: Optional[str]
+    backend: str | None
     """The backend that would serve the call; None when the call would fail."""
     source: str
     """What decided: "the backend argument", an environment variable, or "the policy"."""
-    reasons: Dict[str, Tuple[str, ...]] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """For each registered backend the reasons why it cannot serve the call; () if it could."""
     detail: str = ""
     """What would run inside the chosen backend, where it says so."""
@@ -73,7 +74,7 @@ class Explanation:
         width = max((len(name) for name in self.reasons), default=0)
         for name, reasons in self.reasons.items():
             if name == self.backend:
-                texts: Tuple[str, ...] = ("serves this call",)
+                texts: tuple[str, ...] = ("serves this call",)
             else:
                 texts = reasons or ("could serve it; not chosen",)
             for i, text in enumerate(texts):
@@ -92,7 +93,7 @@ def _kind(request: Request) -> str:
     return request.kind
 
 
-def _load(name: str) -> Union[Backend, str]:
+def _load(name: str) -> Backend | str:
     """The backend, or why it could not be loaded."""
     try:
         return registry.get(name)
@@ -100,25 +101,25 @@ def _load(name: str) -> Union[Backend, str]:
         return str(error)
 
 
-def _unusable(name: str, device: torch.device) -> Tuple[str, ...]:
+def _unusable(name: str, device: torch.device) -> tuple[str, ...]:
     backend = _load(name)
     return (backend,) if isinstance(backend, str) else tuple(backend.reasons_unusable(device))
 
 
-def _reasons(name: str, request: Request) -> Tuple[str, ...]:
+def _reasons(name: str, request: Request) -> tuple[str, ...]:
     """Every reason against: not usable here first, else not serving this request."""
     reasons = _unusable(name, request.device)
     return reasons or tuple(registry.get(name).reasons_against(request))
 
 
-def _policy() -> List[str]:
+def _policy() -> list[str]:
     """Names in the automatic choice, best first."""
     loaded = ((name, _load(name)) for name in registry.names())
     ranked = [(b.priority, name) for name, b in loaded if isinstance(b, Backend) and b.priority is not None]
     return [name for _, name in sorted(ranked, key=lambda pair: -pair[0])]
 
 
-def _wanted(request: Request, keyword: str) -> Tuple[Optional[Tuple[str, ...]], str]:
+def _wanted(request: Request, keyword: str) -> tuple[tuple[str, ...] | None, str]:
     """(names demanded, or None for the policy; what decided)."""
     if keyword != "auto":
         return (keyword,), "the backend argument"
@@ -126,14 +127,14 @@ def _wanted(request: Request, keyword: str) -> Tuple[Optional[Tuple[str, ...]], 
     return (names, f"the environment variable {variable}") if names else (None, "the policy")
 
 
-def _check_known(names: Tuple[str, ...], source: str) -> None:
+def _check_known(names: tuple[str, ...], source: str) -> None:
     known = registry.names()
     for name in names:
         if name not in known and name != "auto":
             raise ValueError(f"unknown backend {name!r} in {source}; registered: {', '.join(known)} (or 'auto')")
 
 
-def choose(request: Request, keyword: str) -> Tuple[Backend, str]:
+def choose(request: Request, keyword: str) -> tuple[Backend, str]:
     """The backend that serves ``request`` and what decided; raises when there is none.
 
     ValueError: an unknown name, or slot arguments with a backend that the specification says rejects them.
@@ -146,7 +147,7 @@ def choose(request: Request, keyword: str) -> Tuple[Backend, str]:
     slots = getattr(request, "slot_arguments", ())
     if len(order) == 1:
         check_no_slots(slots, order[0], source, getattr(request, "is_paged", False))
-    tried: Dict[str, Tuple[str, ...]] = {}
+    tried: dict[str, tuple[str, ...]] = {}
     for name in order:
         reasons = _reasons(name, request)
         if not reasons:
@@ -158,9 +159,9 @@ def choose(request: Request, keyword: str) -> Tuple[Backend, str]:
     raise _refusal(request, tried, source)
 
 
-def _expand(names: Optional[Tuple[str, ...]]) -> List[str]:
+def _expand(names: tuple[str, ...] | None) -> list[str]:
     """The order in which to ask: the names, with "auto" standing for the policy's own."""
-    order: List[str] = []
+    order: list[str] = []
     for name in names or ("auto",):
         for one in _policy() if name == "auto" else (name,):
             if one not in order:
@@ -168,7 +169,7 @@ def _expand(names: Optional[Tuple[str, ...]]) -> List[str]:
     return order
 
 
-def _refusal(request: Request, tried: Dict[str, Tuple[str, ...]], source: str) -> Exception:
+def _refusal(request: Request, tried: dict[str, tuple[str, ...]], source: str) -> Exception:
     unusable = all(_unusable(name, request.device) for name in tried)
     serving = [n for n in registry.names() if n not in tried and not _reasons(n, request)]
     lines = [f"{request.function}: no backend of {source} serves this call"]
@@ -185,7 +186,7 @@ def _refusal(request: Request, tried: Dict[str, Tuple[str, ...]], source: str) -
 _warned: set = set()
 
 
-def _warn_slow(tried: Dict[str, Tuple[str, ...]]) -> None:
+def _warn_slow(tried: dict[str, tuple[str, ...]]) -> None:
     """The policy sends a GPU's call to the slow backend: say so, once for each set of reasons."""
     key = tuple(sorted(tried.items()))
     if key in _warned:
@@ -203,7 +204,7 @@ def _warn_slow(tried: Dict[str, Tuple[str, ...]]) -> None:
 # --- serving ---------------------------------------------------------------------------------------
 
 
-def run(request: Request, keyword: str = "auto") -> Tuple[Backend, LastCall]:
+def run(request: Request, keyword: str = "auto") -> tuple[Backend, LastCall]:
     """Choose a backend and have it serve the request."""
     backend, source = choose(request, keyword)
     if env.flag(env.CHECK):
@@ -233,7 +234,7 @@ def _execute(backend: Backend, request: Request, last: LastCall, source: str) ->
         logger.debug("%s served by %s (%s)%s", last.function, last.backend, source, last.detail and f": {last.detail}")
 
 
-def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
+def serve(build: Callable[..., Request], arguments: dict[str, Any]) -> Request:
     """Validate a public call's arguments into a request, run it, and return the request with its results.
 
     With GDN_MULTI_SAVE the call is saved, always or when it fails.
@@ -273,9 +274,9 @@ def serve(build: Callable[..., Request], arguments: Dict[str, Any]) -> Request:
 # scalars and environment variables is remembered under exactly those; only tensors' contents may differ. A backend's
 # answers must therefore depend on nothing else (backend.py says so).
 
-_accepted: Dict[tuple, Tuple[Request, Backend, LastCall]] = {}
+_accepted: dict[tuple, tuple[Request, Backend, LastCall]] = {}
 #: The short way of decode calls (Backend.express_decode): the backend itself compares the tensors.
-_express: Dict[tuple, tuple] = {}
+_express: dict[tuple, tuple] = {}
 #: The scalars of the decode functions, in the order in which ``express_decode`` takes them.
 DECODE_OPTIONS = ("scale", "use_qk_l2norm", "disable_state_update", "backend")
 _MOST_ACCEPTED = 4096
@@ -290,7 +291,7 @@ def forget_accepted() -> None:
 registry.on_change = forget_accepted
 
 
-def _key(build: Callable, arguments: Dict[str, Any]) -> Optional[tuple]:
+def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
     """What a decision may depend on; None for a call that must be looked at each time: its checks read values (on the
     CPU, or a host copy of cu_seqlens), a tensor requires grad, or GDN_MULTI_CHECK or GDN_MULTI_SAVE is set."""
     settings = env.deciding()
@@ -336,7 +337,7 @@ def _express_key(function: str, q: torch.Tensor, options: tuple) -> tuple:
     return (function, q.shape, options, tuple(map(type, options)), env.deciding())
 
 
-def express_decode(function: str, options: tuple, output: Optional[torch.Tensor], *tensors) -> Optional[torch.Tensor]:
+def express_decode(function: str, options: tuple, output: torch.Tensor | None, *tensors) -> torch.Tensor | None:
     """The output of a decode call that its backend can serve from its tensors alone, or None: the ordinary way.
 
     ``tensors`` are those of ``Backend.express_decode`` but for the output; ``options`` as DECODE_OPTIONS names them.
@@ -390,7 +391,7 @@ _PUBLIC = {
 }
 
 
-def build_request(function: Union[str, Callable], *args: Any, **kwargs: Any) -> Tuple[Request, str]:
+def build_request(function: str | Callable, *args: Any, **kwargs: Any) -> tuple[Request, str]:
     """The request of a public call, not run, and its ``backend`` keyword."""
     import gdn_multi
 
@@ -405,7 +406,7 @@ def build_request(function: Union[str, Callable], *args: Any, **kwargs: Any) -> 
     return getattr(validate, builders[name])(**bound.arguments), bound.arguments.get("backend", "auto")
 
 
-def explain(function: Union[str, Callable], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: str | Callable, *args: Any, **kwargs: Any) -> Explanation:
     """Which backend would serve ``function(*args, **kwargs)``, and each other backend's reasons against.
 
     Takes a public function (or its name) and the call's own arguments; runs nothing and writes nothing. Arguments that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Optional, Tuple
 
 #: Backend of every call, of prefill calls, of decode calls: a name, or names in order of preference, by commas.
 BACKEND = "GDN_MULTI_BACKEND"
@@ -59,7 +58,7 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE[1:])}, got {value!r}")
 
 
-def backend_choice(kind: str) -> Tuple[Optional[Tuple[str, ...]], str]:
+def backend_choice(kind: str) -> tuple[tuple[str, ...] | None, str]:
     """The names that the environment asks for in calls of ``kind`` ("prefill", "decode"), and the variable they
     come from; (None, "") when it asks for none. "auto" stands for the policy."""
     own = PREFILL_BACKEND if kind == "prefill" else DECODE_BACKEND
@@ -83,7 +82,7 @@ def cache_dir() -> str:
     return os.path.join(base, "gdn_multi")
 
 
-def save_folder() -> Tuple[Optional[str], str]:
+def save_folder() -> tuple[str | None, str]:
     """(folder or None, which calls: "failed" or "all")."""
     folder = os.environ.get(SAVE)
     if not folder:
@@ -94,7 +93,7 @@ def save_folder() -> Tuple[Optional[str], str]:
     return folder, which
 
 
-def cuda_home() -> Optional[str]:
+def cuda_home() -> str | None:
     """The CUDA toolkit that the user points at, if any."""
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or None
 
@@ -104,6 +103,6 @@ def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in _TRUE
 
 
-def triton_ptxas() -> Optional[str]:
+def triton_ptxas() -> str | None:
     """The ptxas that the user gives Triton for Blackwell and later, if any."""
     return os.environ.get("TRITON_PTXAS_BLACKWELL_PATH") or os.environ.get("TRITON_PTXAS_PATH") or None

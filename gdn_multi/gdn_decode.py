@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
-
 from torch import Tensor
 
 from .dispatch import express_decode, serve
@@ -14,21 +12,21 @@ def gated_delta_rule_decode_pretranspose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Optional[Tensor],
+    state: Tensor | None,
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
     b: Tensor,
-    scale: Optional[float] = None,
-    output: Optional[Tensor] = None,
+    scale: float | None = None,
+    output: Tensor | None = None,
     use_qk_l2norm: bool = True,
-    initial_state: Optional[Tensor] = None,
-    initial_state_indices: Optional[Tensor] = None,
-    output_state_indices: Optional[Tensor] = None,
-    intermediate_states_buffer: Optional[Tensor] = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
     disable_state_update: bool = False,
     backend: str = "auto",
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """One or a few tokens for each of B sequences, each stepping its own state.
 
     ``alpha = exp(-exp(A_log) * softplus(a + dt_bias))``, ``beta = sigmoid(b)``, and the recurrence of

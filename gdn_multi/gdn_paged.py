@@ -7,8 +7,6 @@ page, which no call ever writes.
 
 from __future__ import annotations
 
-from typing import Optional
-
 from torch import Tensor
 
 from .dispatch import express_decode, serve
@@ -50,9 +48,9 @@ def chunk_gated_delta_rule_paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Optional[Tensor] = None,
-    beta: Optional[Tensor] = None,
-    scale: Optional[float] = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
     *,
     cu_seqlens: Tensor,
     state_pool: Tensor,
@@ -61,13 +59,13 @@ def chunk_gated_delta_rule_paged(
     page_size: int,
     last_page_len: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    output: Optional[Tensor] = None,
+    output: Tensor | None = None,
     gate_domain: str = "linear",
     use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     beta_is_logit: bool = False,
-    slots: Optional[GDNPagedPrefillSlots] = None,
+    slots: GDNPagedPrefillSlots | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Chunked prefill that reads and writes a paged state pool.
@@ -119,8 +117,8 @@ def gated_delta_rule_decode_paged(
     a: Tensor,
     dt_bias: Tensor,
     b: Tensor,
-    scale: Optional[float] = None,
-    output: Optional[Tensor] = None,
+    scale: float | None = None,
+    output: Tensor | None = None,
     use_qk_l2norm: bool = True,
     *,
     state_pool: Tensor,
@@ -128,7 +126,7 @@ def gated_delta_rule_decode_paged(
     page_indptr: Tensor,
     last_page_len: Tensor,
     backend: str = "auto",
-    slots: Optional[GDNPagedDecodeSlots] = None,
+    slots: GDNPagedDecodeSlots | None = None,
 ) -> Tensor:
     """One token for each of B sequences on a paged state pool.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,33 +14,33 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Optional[Tensor] = None,
-    beta: Optional[Tensor] = None,
-    scale: Optional[float] = None,
-    initial_state: Optional[Tensor] = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Optional[Tensor] = None,
+    cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    output: Optional[Tensor] = None,
-    output_state: Optional[Tensor] = None,
-    state_checkpoints: Optional[Tensor] = None,
-    checkpoint_cu_starts: Optional[Tensor] = None,
+    output: Tensor | None = None,
+    output_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
-    use_cp: Union[str, bool] = "auto",
-    state_indices: Optional[Tensor] = None,
+    use_cp: str | bool = "auto",
+    state_indices: Tensor | None = None,
     backend: str = "auto",
-    max_seqlen: Optional[int] = None,
+    max_seqlen: int | None = None,
     *,
     gate_domain: str = "linear",
     use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     beta_is_logit: bool = False,
-    cu_seqlens_cpu: Union[None, Sequence[int], Tensor] = None,
-    output_state_indices: Optional[Tensor] = None,
-    checkpoint_state_indices: Optional[Tensor] = None,
-    prefix_lens: Optional[Tensor] = None,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    cu_seqlens_cpu: None | Sequence[int] | Tensor = None,
+    output_state_indices: Tensor | None = None,
+    checkpoint_state_indices: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Gated delta rule over packed sequences, chunk by chunk.
 
     For each sequence and each of ``Ho = max(Hq, Hv)`` state heads, with S [V, K] the state (Yang et al., "Gated Delta

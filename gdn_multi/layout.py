@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
-from typing import List, NamedTuple, Optional
+from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent
 
 DISTRIBUTION = "gdn-multi"
 
 
-def checkout_dir() -> Optional[Path]:
+def checkout_dir() -> Path | None:
     """The checkout that this package is imported from, or None when it is installed as a wheel."""
     beside = _PACKAGE.parent
     is_checkout = (beside / "pyproject.toml").is_file() and (beside / "backends" / "__init__.py").is_file()
@@ -46,7 +46,7 @@ class Document(NamedTuple):
     text: bytes
 
 
-def documents() -> List[Document]:
+def documents() -> list[Document]:
     """This project's own documents: README.md first, then docs/*.md by name.
 
     A wheel carries the README as the description in its metadata, and docs/ as package data.

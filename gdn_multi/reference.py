@@ -8,13 +8,11 @@ dtype, the sigmoid of a beta logit to beta's dtype); a stored state is rounded b
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Tuple
-
 import torch
 from torch import Tensor
 
 
-def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, scale: float) -> Tuple[Tensor, Tensor]:
+def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One token: S [..., V, K], q and k [..., K], v [..., V], alpha and beta [...] -> (o [..., V], new S)."""
     S = alpha[..., None, None] * S
     u = beta[..., None] * (v - (S @ k[..., None])[..., 0])
@@ -44,19 +42,19 @@ def prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Optional[Tensor] = None,
-    beta: Optional[Tensor] = None,
-    scale: Optional[float] = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
     *,
     cu_seqlens: Tensor,
-    initial_state: Optional[Tensor] = None,
+    initial_state: Tensor | None = None,
     gate_domain: str = "linear",
     use_gate_in_kernel: bool = False,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     beta_is_logit: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-) -> Tuple[Tensor, List[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """All tokens of all sequences.
 
     q [T, Hq, K], k [T, Hk, K], v [T, Hv, V], g and beta [T, Ho], cu_seqlens [N + 1], initial_state [N, Ho, V, K] or
@@ -102,11 +100,11 @@ def decode(
     a: Tensor,
     dt_bias: Tensor,
     b: Tensor,
-    scale: Optional[float] = None,
+    scale: float | None = None,
     *,
     state: Tensor,
     use_qk_l2norm: bool = True,
-) -> Tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """T tokens for each of B sequences.
 
     q and k [B, T, H, K], v [B, T, HV, V], a and b [B, T, HV], A_log and dt_bias [HV], state [B, HV, V, K]. Returns the
@@ -128,11 +126,11 @@ def decode(
 
 def prefill_slots(
     cu_seqlens: Tensor, page_indices: Tensor, page_indptr: Tensor, page_size: int, last_page_len: Tensor
-) -> Dict[str, list]:
+) -> dict[str, list]:
     """Rows of a paged prefill: lists over sequences ``read``, ``write``, ``starts``, ``prefix`` as in
     GDNPagedPrefillSlots, and ``checkpoints``, the page of each boundary that the new tokens cross."""
     pages, indptr, last, cu = (x.tolist() for x in (page_indices, page_indptr, last_page_len, cu_seqlens))
-    rows: Dict[str, list] = {"read": [], "write": [], "starts": [], "prefix": [], "checkpoints": []}
+    rows: dict[str, list] = {"read": [], "write": [], "starts": [], "prefix": [], "checkpoints": []}
     for i in range(len(last)):
         first, end, new = indptr[i], indptr[i + 1], cu[i + 1] - cu[i]
         total = (end - first - 1) * page_size + last[i]
@@ -146,7 +144,7 @@ def prefill_slots(
     return rows
 
 
-def decode_slots(page_indices: Tensor, page_indptr: Tensor, last_page_len: Tensor) -> Tuple[List[int], List[int]]:
+def decode_slots(page_indices: Tensor, page_indptr: Tensor, last_page_len: Tensor) -> tuple[list[int], list[int]]:
     """Rows of a paged decode: (read, write), lists over sequences."""
     pages, indptr, last = page_indices.tolist(), page_indptr.tolist(), last_page_len.tolist()
     read = [pages[end - 2] if n == 1 else pages[end - 1] for end, n in zip(indptr[1:], last)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import threading
 import warnings
+from collections.abc import Callable
 from importlib import metadata
-from typing import Callable, Dict, List, Tuple, Union
 
 from .backend import Backend
 
 #: name -> "module:class"; the module is imported when the backend is first asked for.
-BUILTIN: Dict[str, str] = {
+BUILTIN: dict[str, str] = {
     "cuda": "gdn_multi.backends.cuda:CudaBackend",
     "triton": "gdn_multi.backends.triton:TritonBackend",
     "cudnn": "gdn_multi.backends.cudnn:CudnnBackend",
@@ -34,10 +34,10 @@ class _Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._made: Dict[str, Backend] = {}
-        self._factories: Dict[str, Union[str, Factory]] = dict(BUILTIN)
+        self._made: dict[str, Backend] = {}
+        self._factories: dict[str, str | Factory] = dict(BUILTIN)
         self._entry_points_read = False
-        self._broken: Dict[str, str] = {}
+        self._broken: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None  #: called after every registration
 
     def _read_entry_points(self) -> None:
@@ -58,7 +58,7 @@ class _Registry:
                 self._factories[entry.name] = entry.value
             self._entry_points_read = True
 
-    def names(self) -> List[str]:
+    def names(self) -> list[str]:
         self._read_entry_points()
         return list(self._factories)
 
@@ -87,7 +87,7 @@ class _Registry:
             self._made[name] = backend
             return backend
 
-    def register(self, backend: Union[Backend, Factory], *, name: str | None = None, replace: bool = False) -> None:
+    def register(self, backend: Backend | Factory, *, name: str | None = None, replace: bool = False) -> None:
         if isinstance(backend, type):
             backend = backend()
         made = backend if isinstance(backend, Backend) else None
@@ -139,7 +139,7 @@ registry = _Registry()
 
 
 def register_backend(
-    backend: Union[Backend, Factory], *, name: str | None = None, replace: bool = False
+    backend: Backend | Factory, *, name: str | None = None, replace: bool = False
 ) -> None:
     """Make a backend known under its name, for the ``backend=`` keyword and the environment variables.
 
@@ -163,6 +163,6 @@ def unregister_backend(name: str) -> None:
     registry.unregister(name)
 
 
-def registered_backends() -> Tuple[str, ...]:
+def registered_backends() -> tuple[str, ...]:
     """Names of all registered backends, usable here or not."""
     return tuple(registry.names())

@@ -19,7 +19,7 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional, Tuple, Union
+from typing import Union
 
 import torch
 
@@ -50,11 +50,11 @@ class SlotsRequest:
 
     function: str  #: the public function's name, for messages
     table: PageTable
-    cu_seqlens: Optional[torch.Tensor]  #: [N + 1] for a prefill; None for a decode
+    cu_seqlens: torch.Tensor | None  #: [N + 1] for a prefill; None for a decode
     #: int32 [N] each, to be filled, in the order of GDNPagedPrefillSlots (4 tensors: state_indices,
     #: output_state_indices, checkpoint_cu_starts, prefix_lens) or GDNPagedDecodeSlots (2 tensors:
     #: initial_state_indices, output_state_indices)
-    out: Tuple[torch.Tensor, ...]
+    out: tuple[torch.Tensor, ...]
     device: torch.device
 
     kind = "page_slots"
@@ -85,13 +85,13 @@ class PrefillRequest:
     q: torch.Tensor  #: [T, Hq, K] bfloat16, float16 or float32, last dimension contiguous
     k: torch.Tensor  #: [T, Hk, K] q's dtype
     v: torch.Tensor  #: [T, Hv, V] q's dtype
-    g: Optional[torch.Tensor]  #: [T, Ho], any strides; None exactly when gate == "none"
-    beta: Optional[torch.Tensor]  #: [T, Ho], any strides; None is beta 1
+    g: torch.Tensor | None  #: [T, Ho], any strides; None exactly when gate == "none"
+    beta: torch.Tensor | None  #: [T, Ho], any strides; None is beta 1
     #: "none": alpha 1. "linear": alpha = g (float32, >= 0). "log": alpha = exp(g) (float32).
     #: "raw": alpha = exp(-exp(A_log) * softplus(g + dt_bias)), g float32 or of q's dtype, in float32.
     gate: str
-    A_log: Optional[torch.Tensor]  #: [Ho] float32, float16 or bfloat16; given exactly when gate == "raw"
-    dt_bias: Optional[torch.Tensor]  #: likewise
+    A_log: torch.Tensor | None  #: [Ho] float32, float16 or bfloat16; given exactly when gate == "raw"
+    dt_bias: torch.Tensor | None  #: likewise
     #: False: beta is float32. True: beta (float32 or of q's dtype) stands for sigmoid(beta), computed in
     #: float32 and rounded to beta's dtype.
     beta_is_logit: bool
@@ -103,38 +103,38 @@ class PrefillRequest:
     cu_seqlens: torch.Tensor  #: [N + 1] int32 or int64, contiguous, on q's device
     #: The same values on the host where the caller gave them, else None. A hint: may be used to plan, must
     #: not change results.
-    cu_seqlens_cpu: Optional[Tuple[int, ...]]
+    cu_seqlens_cpu: tuple[int, ...] | None
     max_seqlen: int  #: an upper bound on the longest sequence (T where nothing better is known)
 
     # --- states ------------------------------------------------------------------------------
     #: [rows, Ho, V, K], K contiguous, any other strides; None is the zero state for every sequence.
-    initial_state: Optional[torch.Tensor]
+    initial_state: torch.Tensor | None
     #: [N] int32 or int64: the row of initial_state that each sequence reads, negative for the zero state.
     #: None: sequence i reads row i (or the rows follow from ``pages``).
-    read_rows: Optional[torch.Tensor]
+    read_rows: torch.Tensor | None
     #: [rows, Ho, V, K]: where final states go; None when no final state is wanted. May be initial_state.
-    final_state: Optional[torch.Tensor]
+    final_state: torch.Tensor | None
     #: [N] int32 or int64: row of final_state of each sequence, negative to skip. None: row i, or ``pages``.
-    write_rows: Optional[torch.Tensor]
+    write_rows: torch.Tensor | None
     #: True when the call allocated final_state (one row a sequence): a zero-length sequence then gets its
     #: initial state there, converted. False: a zero-length sequence writes no state row.
     final_state_is_new: bool
 
     # --- checkpoints -------------------------------------------------------------------------
     checkpoint_every: int  #: 0, or a positive multiple of 64
-    state_checkpoints: Optional[torch.Tensor]  #: [rows, Ho, V, K]; may be the pool above
+    state_checkpoints: torch.Tensor | None  #: [rows, Ho, V, K]; may be the pool above
     #: [N] or [N + 1] int32 or int64. Checkpoint j of sequence i goes to row checkpoint_starts[i] + j of
     #: state_checkpoints, or to row checkpoint_rows[checkpoint_starts[i] + j] where checkpoint_rows is given.
-    checkpoint_starts: Optional[torch.Tensor]
-    checkpoint_rows: Optional[torch.Tensor]  #: 1-D int32 or int64, negative to skip
+    checkpoint_starts: torch.Tensor | None
+    checkpoint_rows: torch.Tensor | None  #: 1-D int32 or int64, negative to skip
     #: [N] int32 or int64: tokens before this call; checkpoints and 64-token chunks lie at absolute positions.
-    prefix_lens: Optional[torch.Tensor]
+    prefix_lens: torch.Tensor | None
 
     # --- pages -------------------------------------------------------------------------------
     #: Given for a paged call without ``slots``: read_rows, write_rows, checkpoint_starts, checkpoint_rows and
     #: prefix_lens are then None and follow from the table; ``backend.with_slots(request)`` fills them in with
     #: one launch of the backend's page_slots, or a kernel may derive them itself.
-    pages: Optional[PageTable]
+    pages: PageTable | None
 
     # --- output ------------------------------------------------------------------------------
     output: torch.Tensor  #: [T, Ho, V] of q's dtype, last dimension contiguous, any other strides
@@ -143,9 +143,9 @@ class PrefillRequest:
     output_is_new: bool
 
     # --- how ---------------------------------------------------------------------------------
-    use_cp: Union[str, bool]  #: "auto", True (demands the split-sequence path), False (forbids it)
+    use_cp: str | bool  #: "auto", True (demands the split-sequence path), False (forbids it)
     batch_invariant: bool  #: contract, rule 8
-    slot_arguments: Tuple[str, ...]  #: names of the slot arguments given; () when there are none
+    slot_arguments: tuple[str, ...]  #: names of the slot arguments given; () when there are none
     is_paged: bool  #: chunk_gated_delta_rule_paged, with or without ``slots``
 
     kind = "prefill"
@@ -182,16 +182,16 @@ class DecodeRequest:
     state: torch.Tensor  #: [rows, HV, V, K] float32, bfloat16 or float16, K contiguous: the pool, or one row a sequence
     #: [B] int32 or int64. A negative entry in either marks padding: output zero, no row touched. None with
     #: ``pages`` None: row b. write_rows is never None when read_rows is given.
-    read_rows: Optional[torch.Tensor]
-    write_rows: Optional[torch.Tensor]
-    intermediate_states: Optional[torch.Tensor]  #: [B, >=T, HV, V, K] of the state's dtype, K contiguous
+    read_rows: torch.Tensor | None
+    write_rows: torch.Tensor | None
+    intermediate_states: torch.Tensor | None  #: [B, >=T, HV, V, K] of the state's dtype, K contiguous
     update_state: bool  #: False: the pool is only read
-    pages: Optional[PageTable]  #: as in PrefillRequest
+    pages: PageTable | None  #: as in PrefillRequest
 
     output: torch.Tensor  #: [B, T, HV, V] of q's dtype, last dimension contiguous
 
     batch_invariant: bool
-    slot_arguments: Tuple[str, ...]
+    slot_arguments: tuple[str, ...]
     is_paged: bool
 
     kind = "decode"

@@ -20,8 +20,9 @@ import platform
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ class _Memory:
 
     data: torch.Tensor  #: on the CPU, 1-D; with rows: [len(rows), ...]
     numel: int  #: elements in all
-    rows: Optional[List[int]] = None
+    rows: list[int] | None = None
     row_stride: int = 0  #: elements between rows
 
     def fresh(self, device: torch.device) -> torch.Tensor:
@@ -80,12 +81,12 @@ class _Memory:
 class SavedCall:
     function: str
     #: Argument name -> JSON value; tensors are {"memory": n, "shape": [...], "stride": [...], "offset": n, "cpu": bool}
-    values: Dict[str, Any]
-    memories: List[_Memory]
-    info: Dict[str, Any] = field(default_factory=dict)  #: where and with which versions it was saved
+    values: dict[str, Any]
+    memories: list[_Memory]
+    info: dict[str, Any] = field(default_factory=dict)  #: where and with which versions it was saved
 
     @classmethod
-    def of(cls, function: str, arguments: Dict[str, Any]) -> SavedCall:
+    def of(cls, function: str, arguments: dict[str, Any]) -> SavedCall:
         if function not in FUNCTIONS:
             raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
         memories, where = _memories(arguments)
@@ -93,7 +94,7 @@ class SavedCall:
         values = {name: _encode(value, where, mixed) for name, value in arguments.items()}
         return cls(function, values, memories, _info(arguments))
 
-    def arguments(self, device: torch.device | str = "cpu") -> Dict[str, Any]:
+    def arguments(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The call's arguments with new tensors on ``device`` (host tensors stay on the CPU)."""
         device = torch.device(device)
         on_cpu = {view["memory"] for view in _views(self.values) if view.get("cpu")}
@@ -104,7 +105,7 @@ class SavedCall:
 # --- from arguments ----------------------------------------------------------------------------------
 
 
-def _tensors(arguments: Dict[str, Any]) -> List[Tuple[str, torch.Tensor]]:
+def _tensors(arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
@@ -114,7 +115,7 @@ def _tensors(arguments: Dict[str, Any]) -> List[Tuple[str, torch.Tensor]]:
     return found
 
 
-def _extent(tensor: torch.Tensor) -> Tuple[int, int]:
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last element of the storage that the tensor reaches."""
     if tensor.numel() == 0:
         return tensor.storage_offset(), tensor.storage_offset()
@@ -122,9 +123,9 @@ def _extent(tensor: torch.Tensor) -> Tuple[int, int]:
     return tensor.storage_offset(), tensor.storage_offset() + last + 1
 
 
-def _memories(arguments: Dict[str, Any]):
+def _memories(arguments: dict[str, Any]):
     """The pieces of memory behind the tensors, and id(tensor) -> (piece, its first element in the storage)."""
-    groups: Dict[Tuple, List[Tuple[str, torch.Tensor]]] = {}
+    groups: dict[tuple, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in _tensors(arguments):
         if tensor.dtype not in _NAMES:
             continue
@@ -132,8 +133,8 @@ def _memories(arguments: Dict[str, Any]):
         if tensor.numel() == 0:
             key += (id(tensor),)
         groups.setdefault(key, []).append((name, tensor))
-    memories: List[_Memory] = []
-    where: Dict[int, Tuple[int, int]] = {}
+    memories: list[_Memory] = []
+    where: dict[int, tuple[int, int]] = {}
     for members in groups.values():
         extents = [_extent(tensor) for _, tensor in members]
         low, high = min(e[0] for e in extents), max(e[1] for e in extents)
@@ -148,7 +149,7 @@ def _whole(tensor: torch.Tensor, low: int, high: int) -> _Memory:
     return _Memory(flat.cpu().clone(), high - low)
 
 
-def _rows_of(members, arguments, low: int, high: int) -> Optional[_Memory]:
+def _rows_of(members, arguments, low: int, high: int) -> _Memory | None:
     """A large pool by the rows that the call names; None where that is not possible or not worth it."""
     name, pool = members[0]
     same = all(n in POOLS and (t.shape, t.stride()) == (pool.shape, pool.stride()) for n, t in members)
@@ -193,7 +194,7 @@ def _encode(value: Any, where, mixed: bool) -> Any:
     return {"unsaved": f"{type(value).__name__}: {str(value)[:100]}"}
 
 
-def _info(arguments: Dict[str, Any]) -> Dict[str, Any]:
+def _info(arguments: dict[str, Any]) -> dict[str, Any]:
     import gdn_multi
 
     from . import env
@@ -239,7 +240,7 @@ def _decode(value: Any, memories: Sequence[torch.Tensor]) -> Any:
 # --- files -------------------------------------------------------------------------------------------
 
 
-def save_call(folder: str, function: str, arguments: Dict[str, Any]) -> Optional[str]:
+def save_call(folder: str, function: str, arguments: dict[str, Any]) -> str | None:
     """Write a call to a new file in ``folder`` and return its path. A failure is a warning: the call goes on."""
     try:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -258,7 +259,7 @@ def write(call: SavedCall, path: str) -> None:
     """Write ``call`` to ``path``, which appears whole or not at all."""
     if sys.byteorder != "little":
         raise RuntimeError("the file's bytes are those of a little-endian machine")
-    header: Dict[str, Any] = {}
+    header: dict[str, Any] = {}
     layout, position = [], 0
     for number, memory in enumerate(call.memories):
         data = memory.data.contiguous()
@@ -320,7 +321,7 @@ def load_call(path: str | os.PathLike) -> SavedCall:
         raise SavedCallError(f"{os.fspath(path)} is no saved call: {type(error).__name__}: {error}") from None
 
 
-def _counts(values: Any, what: str) -> List[int]:
+def _counts(values: Any, what: str) -> list[int]:
     if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
         raise SavedCallError(f"{what} must be a list of counts")
     return values
@@ -333,7 +334,7 @@ def _product(sizes: Sequence[int]) -> int:
     return product
 
 
-def _memory(entry: Dict[str, Any], layout: Dict[str, Any], data: bytearray) -> _Memory:
+def _memory(entry: dict[str, Any], layout: dict[str, Any], data: bytearray) -> _Memory:
     dtype = _DTYPES[entry["dtype"]]
     shape = _counts(entry["shape"], "shape")
     start, end = _counts(entry["data_offsets"], "data_offsets")
@@ -358,7 +359,7 @@ def _memory(entry: Dict[str, Any], layout: Dict[str, Any], data: bytearray) -> _
     return _Memory(tensor, numel, rows, stride)
 
 
-def _check_view(view: Dict[str, Any], memories: Sequence[_Memory]) -> None:
+def _check_view(view: dict[str, Any], memories: Sequence[_Memory]) -> None:
     (number, offset) = _counts([view["memory"], view["offset"]], "memory and offset")
     shape, stride = _counts(view["shape"], "shape"), _counts(view["stride"], "stride")
     if number >= len(memories) or len(shape) != len(stride):

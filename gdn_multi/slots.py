@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Optional, Sequence, Union
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +35,7 @@ class GDNPagedDecodeSlots(NamedTuple):
 
 
 def slots_request(
-    function: str, table: PageTable, cu_seqlens: Optional[torch.Tensor], device: torch.device
+    function: str, table: PageTable, cu_seqlens: torch.Tensor | None, device: torch.device
 ) -> SlotsRequest:
     """A SlotsRequest with freshly allocated rows, for a prefill (``cu_seqlens`` given) or a decode."""
     rows = 4 if cu_seqlens is not None else 2
@@ -44,8 +45,8 @@ def slots_request(
 
 
 def with_slots(
-    request: Union[PrefillRequest, DecodeRequest], slots: Sequence[torch.Tensor]
-) -> Union[PrefillRequest, DecodeRequest]:
+    request: PrefillRequest | DecodeRequest, slots: Sequence[torch.Tensor]
+) -> PrefillRequest | DecodeRequest:
     """``request`` with the rows of ``slots`` in place of its page table (request.py, "pages")."""
     pages = request.pages
     assert pages is not None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype],
         raise ValueError(f"{name} must be {_names(dtypes)}{why}, got {_names((tensor.dtype,))}")
 
 
-def _check_shape(name: str, tensor: torch.Tensor, shape: Tuple[int, ...], meaning: str) -> None:
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {meaning} = {list(shape)}, got {list(tensor.shape)}")
 
@@ -131,7 +132,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _index(name: str, value: Any, length: Union[None, int, Tuple[int, ...]], device: torch.device, meaning: str = ""):
+def _index(name: str, value: Any, length: None | int | tuple[int, ...], device: torch.device, meaning: str = ""):
     """A 1-D contiguous int32 or int64 tensor on q's device, of the given length (or one of the lengths, or any)."""
     tensor = _tensor(name, value)
     _check_dtype(name, tensor, INDEX_DTYPES)
@@ -148,11 +149,11 @@ def _index(name: str, value: Any, length: Union[None, int, Tuple[int, ...]], dev
 def _state(
     name: str,
     value: Any,
-    sizes: Tuple[int, int, int],
+    sizes: tuple[int, int, int],
     device: torch.device,
     *,
     dtypes: Sequence[torch.dtype],
-    rows: Optional[int] = None,
+    rows: int | None = None,
     rows_are: str = "rows",
     written: bool = False,
 ) -> torch.Tensor:
@@ -177,7 +178,7 @@ def _state(
     return tensor
 
 
-def _output(value: Any, shape: Tuple[int, ...], meaning: str, q: torch.Tensor) -> Tuple[torch.Tensor, bool]:
+def _output(value: Any, shape: tuple[int, ...], meaning: str, q: torch.Tensor) -> tuple[torch.Tensor, bool]:
     if value is None:
         return torch.empty(shape, dtype=q.dtype, device=q.device), True
     output = _tensor("output", value)
@@ -199,7 +200,7 @@ def _gate_parameter(name: str, value: Any, heads: int, device: torch.device) -> 
     return tensor
 
 
-def _inputs(q: Any, k: Any, v: Any, ndim: int, layout: Tuple[str, str, str]) -> None:
+def _inputs(q: Any, k: Any, v: Any, ndim: int, layout: tuple[str, str, str]) -> None:
     """What q, k and v have in common: types, ranks, dtype, device, sizes and the last stride."""
     for name, value, dims in zip("qkv", (q, k, v), layout):
         tensor = _tensor(name, value)
@@ -256,7 +257,7 @@ def _cu_seqlens(value: Any, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _host_seqlens(value: Any, length: int, num_tokens: int) -> Tuple[int, ...]:
+def _host_seqlens(value: Any, length: int, num_tokens: int) -> tuple[int, ...]:
     name = "cu_seqlens_cpu"
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.dtype not in INDEX_DTYPES or value.ndim != 1:
@@ -278,8 +279,8 @@ def _host_seqlens(value: Any, length: int, num_tokens: int) -> Tuple[int, ...]:
 
 
 def _longest(
-    cu_seqlens: torch.Tensor, cu_seqlens_cpu: Any, max_seqlen: Optional[int], num_tokens: int
-) -> Tuple[Optional[Tuple[int, ...]], int]:
+    cu_seqlens: torch.Tensor, cu_seqlens_cpu: Any, max_seqlen: int | None, num_tokens: int
+) -> tuple[tuple[int, ...] | None, int]:
     """(host copy of cu_seqlens or None, upper bound on the longest sequence). Reads cu_seqlens only on the CPU."""
     host = None
     if cu_seqlens_cpu is not None:
@@ -308,7 +309,7 @@ def page_table(
     return PageTable(page_indices=indices, page_indptr=indptr, last_page_len=last, page_size=page_size)
 
 
-def _slots(slots: Any, fields: Tuple[str, ...], num_seqs: int, device: torch.device, made_by: str):
+def _slots(slots: Any, fields: tuple[str, ...], num_seqs: int, device: torch.device, made_by: str):
     if not isinstance(slots, tuple):
         raise TypeError(f"slots must be the named tuple that {made_by} returns, got {_type(slots)}")
     if len(slots) != len(fields):
@@ -345,7 +346,7 @@ def _check_prefill_scalars(scale, use_qk_l2norm, gate_domain, use_gate_in_kernel
     _check_backend_type(backend)
 
 
-def check_no_slots(given: Tuple[str, ...], backend: str, source: str, paged: bool = False) -> None:
+def check_no_slots(given: tuple[str, ...], backend: str, source: str, paged: bool = False) -> None:
     """The specification's refusal: these backends reject slot arguments, wherever their name came from."""
     if given and backend in NO_SLOT_BACKENDS:
         made = " (a paged call is made of them)" if paged else ""
@@ -854,7 +855,7 @@ def _table_again(old: PageTable, new: dict) -> PageTable:
     return PageTable(new["page_indices"], new["page_indptr"], new["last_page_len"], old.page_size)
 
 
-def again(accepted: Union[PrefillRequest, DecodeRequest], arguments: dict) -> Union[PrefillRequest, DecodeRequest]:
+def again(accepted: PrefillRequest | DecodeRequest, arguments: dict) -> PrefillRequest | DecodeRequest:
     """The request of a call that is like the accepted one but for its tensors' contents."""
     cls = type(accepted)
     request = object.__new__(cls)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Callable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -23,7 +23,7 @@ class WarmupReport:
     """Calls made, over all backends."""
     compilations: int
     """Kernels or libraries compiled or loaded during them."""
-    backends: Tuple[str, ...]
+    backends: tuple[str, ...]
     """The backends that were warmed up."""
 
 
@@ -40,12 +40,12 @@ def warmup(
     *,
     num_q_heads: int,
     num_v_heads: int,
-    num_k_heads: Optional[int] = None,
+    num_k_heads: int | None = None,
     head_size_k: int = 128,
-    head_size_v: Optional[int] = None,
+    head_size_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     state_dtype: torch.dtype = torch.float32,
-    gate_dtype: Optional[torch.dtype] = None,
+    gate_dtype: torch.dtype | None = None,
     parameter_dtype: torch.dtype = torch.float32,
     index_dtype: torch.dtype = torch.int32,
     max_batch: int = 64,
@@ -53,9 +53,9 @@ def warmup(
     max_decode_tokens: int = 1,
     page_size: int = 1024,
     raw_gates: bool = True,
-    backends: Optional[Tuple[str, ...]] = None,
-    device: Optional[torch.device] = None,
-    progress: Optional[Callable[[str], None]] = None,
+    backends: tuple[str, ...] | None = None,
+    device: torch.device | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> WarmupReport:
     """Build, load and compile everything that a model's calls will need, on every backend that may serve them.
 
@@ -124,7 +124,7 @@ def warmup(
     return report
 
 
-def _steps(most: int, factor: int = 4) -> List[int]:
+def _steps(most: int, factor: int = 4) -> list[int]:
     """1, 4, 16, ... and ``most``."""
     values, value = [], 1
     while value < most:
@@ -154,7 +154,7 @@ class _Model:
     def heads(self) -> int:
         return max(self.hq, self.hv)
 
-    def calls(self, batch: int, tokens: int, decode_tokens: int, raw: bool) -> Iterator[Tuple[str, Callable]]:
+    def calls(self, batch: int, tokens: int, decode_tokens: int, raw: bool) -> Iterator[tuple[str, Callable]]:
         for count in _steps(batch):
             for steps in sorted({1, decode_tokens}):
                 yield f"decode, {count} sequences, {steps} tokens", lambda b, n=count, t=steps: self.decode(b, n, t)
@@ -166,7 +166,7 @@ class _Model:
                     what = f"prefill, {count} sequences, {total} tokens" + (", raw gates" if as_model else "")
                     yield what, lambda b, n=count, t=total, m=as_model: self.prefill(b, n, t, m)
 
-    def _random(self, *shape: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.rand(shape, device=self.device).to(dtype or self.dtype)
 
     def _ints(self, values) -> torch.Tensor:
@@ -176,7 +176,7 @@ class _Model:
         shape = (rows, self.heads, self.size_v, self.size_k)
         return torch.zeros(shape, dtype=self.state_dtype, device=self.device)
 
-    def _parameters(self) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
         zeros = torch.zeros(self.heads, dtype=self.parameter_dtype, device=self.device)
         return zeros, zeros.clone()
 

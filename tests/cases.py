@@ -13,8 +13,9 @@ All randomness comes from a CPU generator, so a case is the same on every device
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
+from typing import NamedTuple
 
 import tolerances
 import torch
@@ -98,7 +99,7 @@ class Tokens:
         gate: str = "linear",
         beta: str = "plain",
         l2norm: bool = False,
-        scale: Optional[float] = None,
+        scale: float | None = None,
         before: int = 0,
         after: int = 0,
         fused: bool = False,
@@ -156,7 +157,7 @@ class Tokens:
         self.A_log, self.dt_bias = self._move(self.A_log), self._move(self.dt_bias)
         self.cu_seqlens = torch.tensor(bounds, dtype=index_dtype, device=self.device)
 
-    def _move(self, x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    def _move(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """x on the device with its strides (``Tensor.to`` would make a slice of a projection dense)."""
         if x is None or self.device.type == "cpu":
             return x
@@ -165,7 +166,7 @@ class Tokens:
         return x._base.to(self.device).as_strided(x.shape, x.stride(), x.storage_offset())
 
     @staticmethod
-    def _slices(*parts: torch.Tensor) -> List[torch.Tensor]:
+    def _slices(*parts: torch.Tensor) -> list[torch.Tensor]:
         """Views of one wide tensor [T, ...] in which 8 poisoned columns follow each part."""
         T = parts[0].shape[0]
         widths = [math.prod(x.shape[1:]) for x in parts]
@@ -203,7 +204,7 @@ class Tokens:
             **self.gates(), **more,
         )  # fmt: skip
 
-    def reference(self, initial: Optional[torch.Tensor] = None):
+    def reference(self, initial: torch.Tensor | None = None):
         """(output [T, Ho, V], states a sequence), float64 on the CPU; ``initial`` has one row a sequence."""
         arguments = {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in self.arguments().items()}
         return reference.prefill(**arguments, initial_state=None if initial is None else initial.cpu().double())
@@ -249,7 +250,7 @@ class Pool:
             flat[1::2, ::3] = INF
         self.storage = flat.to(dtype).to(device)
         self.tensor = self.storage.as_strided((rows, dims.heads, dims.V, dims.K), self._strides(block + padding))
-        self._snapshot: Optional[torch.Tensor] = None
+        self._snapshot: torch.Tensor | None = None
 
     def _strides(self, row: int):
         return (row, self.dims.V * self.dims.K, self.dims.K, 1)
@@ -268,7 +269,7 @@ class Pool:
         self._snapshot = bits(self.storage)
         return self
 
-    def check(self, written: Dict[int, torch.Tensor], tolerance: float) -> None:
+    def check(self, written: dict[int, torch.Tensor], tolerance: float) -> None:
         """The rows in ``written`` against their expected values, and every other bit unchanged since remember()."""
         assert self._snapshot is not None, "remember() was not called before the call"
         now, block = bits(self.storage), self.dims.heads * self.dims.V * self.dims.K
@@ -297,7 +298,7 @@ class PagedSequence:
 
     prefix: int
     new: int
-    pages: List[int]
+    pages: list[int]
 
     @property
     def total(self) -> int:
@@ -316,10 +317,10 @@ class PagedBatch:
 
     def __init__(self, dims: Dims, page_size: int = 64) -> None:
         self.dims, self.page_size = dims, page_size
-        self.sequences: List[PagedSequence] = []
-        self._shares: List[Optional[int]] = []
+        self.sequences: list[PagedSequence] = []
+        self._shares: list[int | None] = []
 
-    def add(self, *, prefix: int = 0, new: int = 0, shares: Optional[int] = None) -> PagedBatch:
+    def add(self, *, prefix: int = 0, new: int = 0, shares: int | None = None) -> PagedBatch:
         """A sequence; with ``shares`` its full prefix pages are those of that earlier sequence, as far as they go."""
         self.sequences.append(PagedSequence(prefix, new, []))
         self._shares.append(shares)
@@ -327,7 +328,7 @@ class PagedBatch:
 
     def build(
         self, device="cpu", *, pool_dtype=torch.float32, padding: int = 0, spare: int = 3, index_dtype=torch.int32,
-        seed: int = 0, page_ids: Optional[Sequence[int]] = None, **tokens,
+        seed: int = 0, page_ids: Sequence[int] | None = None, **tokens,
     ) -> PagedBatch:  # fmt: skip
         rng = torch.Generator().manual_seed(seed + 1000)
         size = self.page_size
@@ -387,7 +388,7 @@ class PagedBatch:
         """(output, page -> state). To be taken before the call: it reads the pool."""
         initial = self.pool.rows([row if s.new else -1 for s, row in zip(self.sequences, self.read)])
         output, states = self.tokens.reference(initial)
-        pages: Dict[int, torch.Tensor] = {}
+        pages: dict[int, torch.Tensor] = {}
         for s, after in zip(self.sequences, states):
             for n in range(1, s.new + 1):
                 position = s.prefix + n
@@ -416,7 +417,7 @@ class DecodeStep:
 
     def __init__(
         self, dims: Dims, batch: int, steps: int = 1, *, device="cpu", dtype=torch.float32, l2norm: bool = True,
-        scale: Optional[float] = None, gate_dtype=None, parameter_dtype=torch.float32, fused: bool = False,
+        scale: float | None = None, gate_dtype=None, parameter_dtype=torch.float32, fused: bool = False,
         seed: int = 0,
     ) -> None:  # fmt: skip
         rng = torch.Generator().manual_seed(seed)
@@ -472,7 +473,7 @@ class PagedDecode:
 
     def __init__(self, dims: Dims, page_size: int = 64) -> None:
         self.dims, self.page_size = dims, page_size
-        self.totals: List[int] = []
+        self.totals: list[int] = []
 
     def add(self, total: int) -> PagedDecode:
         assert total >= 2, "a sequence holds at least one token before the decoded one"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Tuple
 from unittest import mock
 
 import cases
@@ -22,13 +21,13 @@ def conformance_device(config) -> torch.device:
     return device
 
 
-def wanted_backends(config) -> Tuple[str, ...]:
+def wanted_backends(config) -> tuple[str, ...]:
     from gdn_multi import registered_backends
 
     return tuple(config.getoption("--gdn-backend") or registered_backends())
 
 
-def reasons_unusable(name: str, device: torch.device) -> Tuple[str, ...]:
+def reasons_unusable(name: str, device: torch.device) -> tuple[str, ...]:
     from gdn_multi.registry import registry
 
     try:
@@ -44,7 +43,7 @@ class Sizes:
     dims: cases.Dims
     dtype: torch.dtype
     page_size: int
-    lengths: Tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class Door:

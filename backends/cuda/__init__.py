@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from collections.abc import Callable
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -53,14 +54,14 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._libraries: Dict[str, Library] = {}  # by architecture
-        self._by_device: Dict[int, Library] = {}
-        self._failed: Dict[str, str] = {}  # architecture -> why its build failed
-        self._unusable: Dict[int, Reasons] = {}
-        self._facts: Dict[int, Tuple[Tuple[int, int], int]] = {}  # by device: compute capability, multiprocessors
+        self._libraries: dict[str, Library] = {}  # by architecture
+        self._by_device: dict[int, Library] = {}
+        self._failed: dict[str, str] = {}  # architecture -> why its build failed
+        self._unusable: dict[int, Reasons] = {}
+        self._facts: dict[int, tuple[tuple[int, int], int]] = {}  # by device: compute capability, multiprocessors
         #: For tests and benchmarks: take this path whatever the heuristics say; scratch memory to look into afterwards.
-        self.forced_path: Optional[prefill_heuristics.Path] = None
-        self.scratch: Optional[torch.Tensor] = None
+        self.forced_path: prefill_heuristics.Path | None = None
+        self.scratch: torch.Tensor | None = None
 
     # --- whether it can run ------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class CudaBackend(Backend):
             return self.forced_path
         return prefill_heuristics.choose(request, *self.facts(request.device))
 
-    def facts(self, device: torch.device) -> Tuple[Tuple[int, int], int]:
+    def facts(self, device: torch.device) -> tuple[tuple[int, int], int]:
         """Compute capability and number of multiprocessors."""
         index = _index(device)
         facts = self._facts.get(index)
@@ -198,7 +199,7 @@ class CudaBackend(Backend):
     def decode(self, request: DecodeRequest) -> None:
         self._library(request.device).decode(*_decode_arguments(request))
 
-    def express_decode(self, request: DecodeRequest) -> Optional[Callable[..., bool]]:
+    def express_decode(self, request: DecodeRequest) -> Callable[..., bool] | None:
         if request.batch == 0 or request.num_tokens == 0:
             return None
         return self._library(request.device).decode_again(*_decode_arguments(request))
@@ -239,5 +240,5 @@ def _decode_arguments(request: DecodeRequest) -> tuple:
 
 
 def _index(device: torch.device) -> int:
-    index: Optional[int] = device.index
+    index: int | None = device.index
     return torch.cuda.current_device() if index is None else index

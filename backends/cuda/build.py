@@ -22,16 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple
 
 from gdn_multi import env
 from gdn_multi.layout import csrc_dir
 
 #: Architectures there is code for, by compute capability. The "a" ones run on that capability only.
-ARCHITECTURES: Dict[Tuple[int, int], str] = {
+ARCHITECTURES: dict[tuple[int, int], str] = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
     (8, 9): "sm_89",
@@ -64,10 +65,10 @@ class BuildError(RuntimeError):
 @dataclass(frozen=True)
 class Toolchain:
     nvcc: str  #: what to call
-    version: Tuple[int, int, int]
+    version: tuple[int, int, int]
     toolkit: str  #: the folder that nvcc takes itself to be in
     origin: str  #: how it was found: "CUDA_HOME", "PATH", "nvidia-cuda-nvcc wheel"
-    codes: Tuple[str, ...]  #: architectures it knows, as "90"
+    codes: tuple[str, ...]  #: architectures it knows, as "90"
 
     @property
     def version_text(self) -> str:
@@ -84,7 +85,7 @@ def _run(command: Sequence[str], timeout: float = 60) -> str:
     return done.stdout + done.stderr
 
 
-def _candidates() -> Iterator[Tuple[str, str]]:
+def _candidates() -> Iterator[tuple[str, str]]:
     home = env.cuda_home()
     if home:
         yield os.path.join(home, "bin", "nvcc"), "CUDA_HOME"
@@ -154,7 +155,7 @@ def _find_ninja() -> str:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def cache_root(root: Optional[os.PathLike] = None, *, create: bool = False) -> Path:
+def cache_root(root: os.PathLike | None = None, *, create: bool = False) -> Path:
     """The folder of the entries, refused (BuildError) when it is not the user's own or others can write to it."""
     path = Path(root) if root is not None else Path(env.cache_dir()) / "cuda"
     if create:
@@ -173,7 +174,7 @@ def cache_root(root: Optional[os.PathLike] = None, *, create: bool = False) -> P
     return path
 
 
-def sources(csrc: Optional[Path] = None) -> List[Path]:
+def sources(csrc: Path | None = None) -> list[Path]:
     """All sources of csrc/, headers included, in a fixed order."""
     csrc = csrc or csrc_dir()
     return sorted(path for path in csrc.rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
@@ -208,7 +209,7 @@ class Entry(NamedTuple):
     def report(self) -> str:
         return (self.folder / REPORT).read_text()
 
-    def fault(self) -> Optional[str]:
+    def fault(self) -> str | None:
         """Why the entry is not to be loaded, or None."""
         try:
             record = json.loads((self.folder / RECORD).read_text())
@@ -222,7 +223,7 @@ class Entry(NamedTuple):
         return None
 
 
-def built(arch: str, root: Optional[os.PathLike] = None, toolchain: Optional[Toolchain] = None) -> Optional[Entry]:
+def built(arch: str, root: os.PathLike | None = None, toolchain: Toolchain | None = None) -> Entry | None:
     """The entry for ``arch`` of these sources and flags: of ``toolchain``, or of any compiler where that is None."""
     base = cache_root(root)
     if toolchain is not None:
@@ -235,7 +236,7 @@ def built(arch: str, root: Optional[os.PathLike] = None, toolchain: Optional[Too
     return None
 
 
-def entries(root: Optional[os.PathLike] = None) -> List[Entry]:
+def entries(root: os.PathLike | None = None) -> list[Entry]:
     """All entries, of older sources too."""
     base = cache_root(root)
     return [Entry(path.name.split("-")[0], path) for path in sorted(base.glob("sm_*-nvcc*")) if path.is_dir()]
@@ -326,10 +327,10 @@ def _compile(toolchain: Toolchain, arch: str, folder: Path, say: Callable[[str],
 
 def build(
     arch: str,
-    root: Optional[os.PathLike] = None,
+    root: os.PathLike | None = None,
     *,
-    toolchain: Optional[Toolchain] = None,
-    say: Optional[Callable[[str], None]] = None,
+    toolchain: Toolchain | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Entry:
     """A sound entry for ``arch``: the one that is there, or a new one. Several processes may ask at once."""
     say = say or (lambda text: None)
@@ -388,7 +389,7 @@ class KernelReport(NamedTuple):
     shared: int  #: bytes, static
 
 
-def ptxas_report(log: str) -> List[KernelReport]:
+def ptxas_report(log: str) -> list[KernelReport]:
     """The kernels in the output of ``nvcc -Xptxas=-v``."""
     found = []
     name, stack, stores, loads = None, 0, 0, 0
@@ -408,7 +409,7 @@ def ptxas_report(log: str) -> List[KernelReport]:
     return [kernel._replace(name=text) for kernel, text in zip(found, names)]
 
 
-def _demangled(names: Sequence[str]) -> List[str]:
+def _demangled(names: Sequence[str]) -> list[str]:
     tool = shutil.which("c++filt")
     if not tool or not names:
         return list(names)
@@ -417,6 +418,6 @@ def _demangled(names: Sequence[str]) -> List[str]:
     return [re.sub(r"^void ", "", line) for line in lines] if len(lines) == len(names) else list(names)
 
 
-def spilling(kernels: Sequence[KernelReport]) -> List[KernelReport]:
+def spilling(kernels: Sequence[KernelReport]) -> list[KernelReport]:
     """Kernels that keep registers in local memory. All of ours are hot, so there should be none."""
     return [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads or kernel.stack]

@@ -13,7 +13,7 @@ The constants are predictions (docs/performance_notes.md) until a sweep on the H
 
 from __future__ import annotations
 
-from typing import NamedTuple, Tuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,8 @@ HEAD = 128
 #: Microseconds. A chunk of one head on a multiprocessor: first kernel; recurrence, both row groups on one multiprocessor or
 #: half a head on each; first pass, V rows and transition. Then: a segment of the scan, one more launch, and what a CTA takes
 #: to load and store its state.
-CHUNKS, WHOLE, HALF, FIRST_PASS = 0.45, 1.57, 0.87, 2.36
-SCAN, LAUNCH, STATE = 1.2, 3.0, 3.0
+CHUNKS, WHOLE, HALF, FIRST_PASS = 1.0, 1.8, 1.05, 3.0
+SCAN, LAUNCH, STATE = 1.2, 3.0, 5.0
 #: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
 HALF_OPERANDS = True
 SEGMENTS = (8, 16, 32, 64, 128)
@@ -39,11 +39,11 @@ class Path(NamedTuple):
 PORTABLE = Path(0, 0, False)
 
 
-def can_split(request, capability: Tuple[int, int]) -> bool:
+def can_split(request, capability: tuple[int, int]) -> bool:
     return capability == (9, 0) and request.head_size_k == HEAD and request.head_size_v == HEAD
 
 
-def choose(request, capability: Tuple[int, int], multiprocessors: int) -> Path:
+def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     if not can_split(request, capability):
         return PORTABLE
     # Only unsplit sequences have bits that do not depend on where a call begins or what else is in it.
@@ -57,7 +57,7 @@ def choose(request, capability: Tuple[int, int], multiprocessors: int) -> Path:
 
 def fastest(
     tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False
-) -> Tuple[int, int]:
+) -> tuple[int, int]:
     """V rows a CTA, and chunks a segment (0: not split)."""
     options = [] if must_split else [(128, 0), (64, 0)]
     if must_split or (may_split and longest > 2 * SEGMENTS[0] * CHUNK):

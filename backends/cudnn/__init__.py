@@ -57,8 +57,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _numbers(version: str) -> Tuple[int, ...]:
-    numbers: List[int] = []
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers: list[int] = []
     for part in version.split(".")[:3]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
@@ -105,7 +105,7 @@ def _gated_delta_net():
 @functools.cache
 def _cutile_reasons() -> Reasons:
     """What the cuTile engine lacks."""
-    reasons: List[str] = []
+    reasons: list[str] = []
     if not _has_module("cuda.tile"):
         reasons.append(f"cuDNN's cuTile engine needs cuda-tile, which is not importable: {INSTALL_TILE}")
     runtime = _runtime_version()
@@ -124,7 +124,7 @@ def _cutile_reasons() -> Reasons:
     return tuple(reasons)
 
 
-def _runtime_version() -> Optional[int]:
+def _runtime_version() -> int | None:
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
         error, version = runtime.cudaRuntimeGetVersion()
@@ -186,15 +186,15 @@ class _Plan(NamedTuple):
     engine: str
     log_gates: bool  #: compute log alpha here
     sigmoid: bool  #: apply the sigmoid here
-    repeat: Tuple[str, ...]  #: which of q, k, v are repeated to one head a state head
+    repeat: tuple[str, ...]  #: which of q, k, v are repeated to one head a state head
     state_dtype: torch.dtype  #: of the states that the engine sees
     int32: bool  #: convert cu_seqlens
-    said: Tuple[str, ...]
+    said: tuple[str, ...]
 
 
 def _plan(request: PrefillRequest) -> _Plan:
     which = engine(request.device)
-    said: List[str] = []
+    said: list[str] = []
     raw_ok = which == FROST
     log_gates = request.gate in ("linear", "none") or (request.gate == "raw" and not raw_ok)
     if request.gate == "none":
@@ -213,7 +213,7 @@ def _plan(request: PrefillRequest) -> _Plan:
     elif not request.beta.is_contiguous():
         said.append("beta copied to be contiguous")
     hq, hk, hv, ho = request.num_q_heads, request.num_k_heads, request.num_v_heads, request.num_heads
-    repeat: Tuple[str, ...] = ()
+    repeat: tuple[str, ...] = ()
     if which == CUTILE and hq != hk:
         repeat = tuple(n for n, heads in (("q", hq), ("k", hk), ("v", hv)) if heads != ho)
     elif which == FROST and hk not in (hq, hv):
@@ -256,7 +256,7 @@ class CudnnBackend(Backend):
     # --- what it serves ----------------------------------------------------------------------
 
     def reasons_unusable(self, device: torch.device) -> Reasons:
-        reasons: List[str] = []
+        reasons: list[str] = []
         if device.type != "cuda":
             reasons.append(f"needs an NVIDIA GPU, the tensors are on {device.type}")
         elif torch.version.cuda is None:
@@ -273,7 +273,7 @@ class CudnnBackend(Backend):
         if not isinstance(request, PrefillRequest):
             return ("serves prefill only",)
         which = engine(request.device)
-        reasons: List[str] = []
+        reasons: list[str] = []
         if request.slot_arguments:
             reasons.append(f"does not take slot arguments, got {', '.join(request.slot_arguments)}")
         if request.is_paged:
@@ -399,7 +399,7 @@ def _beta(request: PrefillRequest, convert: bool) -> torch.Tensor:
     return request.beta.contiguous()
 
 
-def _initial_states(request: PrefillRequest, dtype: torch.dtype) -> Optional[torch.Tensor]:
+def _initial_states(request: PrefillRequest, dtype: torch.dtype) -> torch.Tensor | None:
     """[N, Ho, V, K], dense, of ``dtype``, or None for zero states."""
     states = request.initial_state
     if states is None:
@@ -437,7 +437,7 @@ def _rounded(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype)
 
 
-def _store_states(request: PrefillRequest, states: torch.Tensor, initial: Optional[torch.Tensor]) -> None:
+def _store_states(request: PrefillRequest, states: torch.Tensor, initial: torch.Tensor | None) -> None:
     """Put the final states where they belong, without a synchronization and without touching another row."""
     target = request.final_state
     has_tokens = request.cu_seqlens[1:] > request.cu_seqlens[:-1]

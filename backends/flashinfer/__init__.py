@@ -31,8 +31,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
 
 
-def _numbers(version: str) -> Tuple[int, ...]:
-    numbers: List[int] = []
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers: list[int] = []
     for part in version.split(".")[:3]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
@@ -69,11 +69,11 @@ def _function(module: str, name: str):
 
 
 @functools.cache
-def _capability(index: int) -> Tuple[int, int]:
+def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _capability_of(device: torch.device) -> Tuple[int, int]:
+def _capability_of(device: torch.device) -> tuple[int, int]:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -86,7 +86,7 @@ def _dense_rows(pool: torch.Tensor) -> bool:
     return pool.stride()[1:] == (v * k, k, 1)
 
 
-def _same_tensor(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
+def _same_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype)
@@ -123,7 +123,7 @@ class FlashInferBackend(Backend):
             return (reason,)
         return self._device_reasons(_capability_of(device))
 
-    def _device_reasons(self, capability: Tuple[int, int]) -> Reasons:
+    def _device_reasons(self, capability: tuple[int, int]) -> Reasons:
         if capability[0] not in self._prefill_majors:
             return (f"FlashInfer has GDN kernels for sm_80 to sm_120, this GPU is sm_{capability[0]}{capability[1]}",)
         return ()
@@ -131,7 +131,7 @@ class FlashInferBackend(Backend):
     def reasons_against(self, request: Request) -> Reasons:
         if isinstance(request, SlotsRequest):
             return ()
-        reasons: List[str] = []
+        reasons: list[str] = []
         if request.batch_invariant:
             reasons.append("FlashInfer does not promise batch invariance, which GDN_MULTI_BATCH_INVARIANT=1 asks for")
         if request.head_size_k != 128 or request.head_size_v != 128:
@@ -153,8 +153,8 @@ class FlashInferBackend(Backend):
         given = request.final_state is not None and not request.final_state_is_new
         return given and _may_be_empty(request)
 
-    def _against_prefill(self, request: PrefillRequest) -> List[str]:
-        reasons: List[str] = []
+    def _against_prefill(self, request: PrefillRequest) -> list[str]:
+        reasons: list[str] = []
         if request.q.dtype not in _HALF:
             reasons.append(f"serves bfloat16 and float16 inputs, got {_name(request.q.dtype)}")
         if request.num_tokens == 0:
@@ -205,7 +205,7 @@ class FlashInferBackend(Backend):
         parts += self._conversions(request)
         return "; ".join(parts)
 
-    def _conversions(self, request: Request) -> List[str]:
+    def _conversions(self, request: Request) -> list[str]:
         if isinstance(request, DecodeRequest):
             weights = [n for n in ("A_log", "dt_bias") if getattr(request, n).dtype not in self._weight_dtypes[n]]
             strided = [n for n in ("a", "b", "A_log", "dt_bias") if not getattr(request, n).is_contiguous()]
@@ -233,7 +233,7 @@ class FlashInferBackend(Backend):
                 request.final_state.zero_()
             else:
                 request.final_state.copy_(request.initial_state)
-        arguments: Dict[str, Any] = dict(
+        arguments: dict[str, Any] = dict(
             q=request.q,
             k=request.k,
             v=request.v,
@@ -269,7 +269,7 @@ class FlashInferBackend(Backend):
             arguments.update(self._rows(request), use_cp=False)
         _function("gdn_prefill", "chunk_gated_delta_rule")(**arguments)
 
-    def _rows(self, request: PrefillRequest) -> Dict[str, Any]:
+    def _rows(self, request: PrefillRequest) -> dict[str, Any]:
         """Read and write rows as slot arguments: they alone promise that nothing else is written."""
         own = None
 
@@ -301,8 +301,8 @@ class FlashInferBackend(Backend):
     _weight_dtypes = {"A_log": (torch.float32,), "dt_bias": (torch.float32, torch.bfloat16)}
     _decode_majors = (9, 10, 12)
 
-    def _against_decode(self, request: DecodeRequest) -> List[str]:
-        reasons: List[str] = []
+    def _against_decode(self, request: DecodeRequest) -> list[str]:
+        reasons: list[str] = []
         state = request.state
         if request.device.type == "cuda":
             major, minor = _capability_of(request.device)
@@ -342,7 +342,7 @@ class FlashInferBackend(Backend):
         for name, dtypes in self._weight_dtypes.items():
             if weights[name].dtype not in dtypes:
                 weights[name] = weights[name].float()
-        arguments: Dict[str, Any] = dict(
+        arguments: dict[str, Any] = dict(
             q=request.q,
             k=request.k,
             v=request.v,
@@ -394,7 +394,7 @@ class CakeGDNBackend(FlashInferBackend):
     _backend = "cake_gdn"
     _architectures = ((10, 0), (10, 3), (10, 7))
 
-    def _device_reasons(self, capability: Tuple[int, int]) -> Reasons:
+    def _device_reasons(self, capability: tuple[int, int]) -> Reasons:
         if capability not in self._architectures:
             return (
                 f"its kernels exist for sm_100a, sm_103a and sm_107a, this GPU is sm_{capability[0]}{capability[1]}",
@@ -409,7 +409,7 @@ class CakeGDNBackend(FlashInferBackend):
             return ("has no kernel for page table rows; backend 'flashinfer' has",)
         return super().reasons_against(request)
 
-    def _against_prefill(self, request: PrefillRequest) -> List[str]:
+    def _against_prefill(self, request: PrefillRequest) -> list[str]:
         reasons = super()._against_prefill(request)
         if request.slot_arguments:
             reasons.append(f"rejects slot arguments, got {', '.join(request.slot_arguments)}")
@@ -429,7 +429,7 @@ class CakeGDNBackend(FlashInferBackend):
                 reasons.append(f"state_checkpoints must have exactly {wanted} rows here")
         return reasons
 
-    def _against_decode(self, request: DecodeRequest) -> List[str]:
+    def _against_decode(self, request: DecodeRequest) -> list[str]:
         reasons = super()._against_decode(request)
         if request.is_paged or request.pages is not None:
             reasons.append("rejects page tables; backend 'flashinfer' serves them")

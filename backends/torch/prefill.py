@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +39,13 @@ _LOG_ZERO = -200.0
 class _Plan:
     """The chunks of a batch, in the order in which they are computed. Tensors are [chunks] int64 on the device."""
 
-    steps: List[Tuple[int, int]]  #: (first chunk, end) of each step; lane l of a step takes chunk first + l
+    steps: list[tuple[int, int]]  #: (first chunk, end) of each step; lane l of a step takes chunk first + l
     sequence: Tensor
     token: Tensor  #: first token of the chunk in q
     length: Tensor  #: tokens in the chunk, 0 for one that is only there because the host can't know better
-    starts_sequence: Optional[Tensor]  #: bool; given when there is one lane, that starts anew with each sequence
-    checkpoint_row: Optional[Tensor]  #: row for the state after the chunk, negative for none
-    lanes: Optional[Tensor]  #: the sequence of each lane; None with one lane
+    starts_sequence: Tensor | None  #: bool; given when there is one lane, that starts anew with each sequence
+    checkpoint_row: Tensor | None  #: row for the state after the chunk, negative for none
+    lanes: Tensor | None  #: the sequence of each lane; None with one lane
 
 
 def prefill(r: PrefillRequest) -> None:
@@ -168,7 +167,7 @@ def _make_plan(r: PrefillRequest, cu: Tensor, lengths: Tensor) -> _Plan:
     )
 
 
-def _blocks(steps: List[Tuple[int, int]], r: PrefillRequest):
+def _blocks(steps: list[tuple[int, int]], r: PrefillRequest):
     """Ranges of steps whose matrices are made together; a step is never cut."""
     limit = 1 if r.batch_invariant else max(1, _BLOCK_ELEMENTS // (r.num_heads * CHUNK * CHUNK))
     first = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -59,7 +57,7 @@ def entries(table: Tensor, entry: Tensor, used: Tensor) -> Tensor:
     return table[entry.clamp(0, size - 1)].long()
 
 
-def load_rows(pool: Optional[Tensor], rows: Optional[Tensor], num_rows: int, like: Tensor, shape) -> Tensor:
+def load_rows(pool: Tensor | None, rows: Tensor | None, num_rows: int, like: Tensor, shape) -> Tensor:
     """float32 [num_rows, *shape] from ``pool[rows]``: a negative row, or no pool, is zero; no rows: row i is i."""
     if pool is None or pool.shape[0] == 0:
         return like.new_zeros((num_rows, *shape), dtype=torch.float32)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from functools import lru_cache
-from typing import Callable, Optional, Tuple
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Optional, Tuple
 
 import torch
 
@@ -54,6 +56,16 @@ class TritonBackend(Backend):
             return plan_for(request).path
         return ""
 
+    def compilations(self) -> int:
+        """Kernels that Triton keeps compiled, over all devices; none under the interpreter."""
+        count = 0
+        for name in ("prefill_kernels", "decode", "slots"):
+            module = sys.modules.get(f"{__name__}.{name}")
+            for kernel in vars(module).values() if module is not None else ():
+                caches = getattr(kernel, "device_caches", {})
+                count += sum(len(cache[0]) for cache in caches.values())
+        return count
+
     def prefill(self, request: PrefillRequest) -> None:
         from .prefill import prefill
 
@@ -64,7 +76,7 @@ class TritonBackend(Backend):
 
         decode(request)
 
-    def express_decode(self, request: DecodeRequest) -> Optional[Callable[..., bool]]:
+    def express_decode(self, request: DecodeRequest) -> Callable[..., bool] | None:
         from .decode import express_decode
 
         return express_decode(request)
@@ -75,8 +87,8 @@ class TritonBackend(Backend):
         page_slots(request)
 
 
-@lru_cache(maxsize=None)
-def _reasons_unusable(kind: str, index: Optional[int]) -> Reasons:
+@cache
+def _reasons_unusable(kind: str, index: int | None) -> Reasons:
     if importlib.util.find_spec("triton") is None:
         return (_NO_TRITON,)
     if kind != "cuda":
@@ -111,5 +123,5 @@ def _reasons_sm107() -> Reasons:
     return (_OLD_PTXAS.format(found=found),)
 
 
-def _version(text: str) -> Tuple[int, ...]:
+def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))

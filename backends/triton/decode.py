@@ -13,7 +13,8 @@ so that both reductions over K read the loaded tile and can run side by side.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -156,7 +157,7 @@ def decode_kernel(
         tl.store(state_at + state_tile, S.to(state_ptr.dtype.element_ty), mask=mask, eviction_policy=STORE_POLICY)
 
 
-def reasons_against_decode(request: DecodeRequest) -> Tuple[str, ...]:
+def reasons_against_decode(request: DecodeRequest) -> tuple[str, ...]:
     """Why these kernels do not serve ``request``: () or sentences."""
     if request.head_size_k > MAX_HEAD_SIZE_K:
         return (f"decode serves head sizes K up to {MAX_HEAD_SIZE_K}, got {request.head_size_k}",)
@@ -164,7 +165,7 @@ def reasons_against_decode(request: DecodeRequest) -> Tuple[str, ...]:
 
 
 #: Key of a call's shapes, strides, dtypes and options -> its launch.
-_LAUNCHES: Dict[Tuple[Any, ...], Launch] = {}
+_LAUNCHES: dict[tuple[Any, ...], Launch] = {}
 _MAX_LAUNCHES = 4096
 
 
@@ -177,7 +178,7 @@ def decode(request: DecodeRequest) -> None:
         launch(r.q, r.k, r.state, inter, r.v, r.a, r.b, r.A_log, r.dt_bias, r.output, *_rows(r)[1:])
 
 
-def express_decode(request: DecodeRequest) -> Optional[Callable[..., bool]]:
+def express_decode(request: DecodeRequest) -> Callable[..., bool] | None:
     """Calls like ``request`` from their tensors alone; see ``Backend.express_decode``."""
     r = request
     launch = _launch_for(r)
@@ -226,7 +227,7 @@ def express_decode(request: DecodeRequest) -> Optional[Callable[..., bool]]:
     return again
 
 
-def _rows(r: DecodeRequest) -> Tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rows(r: DecodeRequest) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the pool rows come from, and the kernel's three tensors for that; the state stands in for absent ones."""
     if r.pages is not None:
         return ROWS_OF_PAGES, r.pages.page_indices, r.pages.page_indptr, r.pages.last_page_len
@@ -235,7 +236,7 @@ def _rows(r: DecodeRequest) -> Tuple[int, torch.Tensor, torch.Tensor, torch.Tens
     return ROWS_ARE_SEQUENCES, r.state, r.state, r.state
 
 
-def _skewed(*tensors: torch.Tensor) -> Tuple[bool, ...]:
+def _skewed(*tensors: torch.Tensor) -> tuple[bool, ...]:
     """Which of these are not divisible by 16, for Triton specialises on that; () for none."""
     address = 0
     for tensor in tensors:
@@ -243,7 +244,7 @@ def _skewed(*tensors: torch.Tensor) -> Tuple[bool, ...]:
     return () if address % 16 == 0 else tuple(x.data_ptr() % 16 != 0 for x in tensors)
 
 
-def _launch_for(r: DecodeRequest) -> Optional[Launch]:
+def _launch_for(r: DecodeRequest) -> Launch | None:
     """The launch that serves ``r`` and calls like it; None when there is nothing to do."""
     q, k, v, a, b, state, output = r.q, r.k, r.v, r.a, r.b, r.state, r.output
     rows, first, second, third = _rows(r)
@@ -263,7 +264,7 @@ def _launch_for(r: DecodeRequest) -> Optional[Launch]:
     return launch
 
 
-def _strides(tensor: torch.Tensor, dims: int) -> Tuple[int, ...]:
+def _strides(tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
     """The leading strides, 0 where a dimension has one entry and the stride no meaning."""
     return tuple(0 if size == 1 else step for size, step in zip(tensor.shape[:dims], tensor.stride()[:dims]))
 
@@ -274,7 +275,7 @@ def _unit(itemsize: int, aligned: bool, *sizes: int) -> int:
     return unit if aligned and all(size % unit == 0 for size in sizes) else 1
 
 
-def _make_launch(r: DecodeRequest, rows: int, inter: torch.Tensor, has_inter: bool, skewed: Tuple[bool, ...]) -> Launch:
+def _make_launch(r: DecodeRequest, rows: int, inter: torch.Tensor, has_inter: bool, skewed: tuple[bool, ...]) -> Launch:
     size_k, size_v, heads = r.head_size_k, r.head_size_v, r.num_heads
     q, k, state = _strides(r.q, 3), _strides(r.k, 3), _strides(r.state, 3)
     buffer = _strides(inter, 4) if has_inter else (0, 0) + state[1:]

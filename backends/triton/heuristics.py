@@ -7,8 +7,8 @@ from what the compiler makes of them (registers, spills), and are marked so unti
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Tuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 #: For tests and the tuning script: fields of Tiles, or "segment_chunks", that replace the choice. Clear
 #: ``prefill.plans`` after a change.
-OVERRIDES: Dict[str, Any] = {}
+OVERRIDES: dict[str, Any] = {}
 
 #: (kind of GPU, 16-bit inputs, K <= 128) -> tiles. A block of 64 rows is a warpgroup's share on sm_90; elsewhere the
 #: state of 32 rows fits in the registers of four warps. With two stages the pipeline asks for a chunk's tiles when it
@@ -62,14 +62,14 @@ _ALONE_US, _SHARED_US, _LOCAL, _ROUND_US, _SCAN_US, _LAUNCH_US, _PREPARE_US, _CA
 )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kind(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         return "other"
@@ -115,7 +115,7 @@ def segment_chunks(
             return length * _ALONE_US + _ROUND_US
         return -(-programs // max(1, sms * _PROGRAMS_PER_SM)) * (length * _SHARED_US + _ROUND_US)
 
-    def estimate(sequences: List[Tuple[int, int]], size: int) -> float:
+    def estimate(sequences: list[tuple[int, int]], size: int) -> float:
         fixed = chunks * num_heads * _PREPARE_US + _CALL_US
         most = max(length for _, length in sequences)
         if size >= most:

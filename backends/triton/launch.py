@@ -11,7 +11,7 @@ divisible by 16. Integer arguments must be annotated and ``do_not_specialize``, 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any
 
 import torch
 import triton
@@ -30,13 +30,15 @@ class Launch:
 
     __slots__ = ("kernel", "grid", "device", "fixed", "options", "_compiled")
 
-    def __init__(self, kernel, grid: Tuple[int, ...], device: torch.device, fixed: Tuple[Any, ...], **options: Any):
+    def __init__(self, kernel, grid: tuple[int, ...], device: torch.device, fixed: tuple[Any, ...], **options: Any):
         self.kernel = kernel
         self.grid = grid + (1,) * (3 - len(grid))
-        self.device = device.index if device.type == "cuda" else None
+        self.device = None
+        if device.type == "cuda":
+            self.device = torch.cuda.current_device() if device.index is None else device.index
         self.fixed = fixed
         # A multiplication and an addition make one FMA; Triton's default for this differs between versions.
-        self.options: Dict[str, Any] = {"enable_fp_fusion": True, **options}
+        self.options: dict[str, Any] = {"enable_fp_fusion": True, **options}
         self._compiled = None
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -47,7 +49,7 @@ class Launch:
         else:
             self._launch(tensors)
 
-    def _launch(self, tensors: Tuple[torch.Tensor, ...]) -> None:
+    def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._compiled is not None:
             # Addresses instead of tensors: the launcher then asks the driver nothing about them.
             self._compiled(*map(_data_ptr, tensors), *self.fixed, stream=_raw_stream(self.device))

@@ -12,8 +12,8 @@ The work area of a call, in bytes
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Dict, NamedTuple, Optional, Tuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from .common import INTERPRETED
 from .launch import Launch
 
 #: Plans by key; the oldest is dropped when there are too many.
-plans: Dict[Tuple, "Plan"] = {}
+plans: dict[tuple, Plan] = {}
 _MAX_PLANS = 4096
 _LARGEST_HEAD = 256
 #: A transition of K x K in float32 must fit in shared memory.
@@ -37,20 +37,22 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Plan(NamedTuple):
     prepare: Launch
     recur: Launch  #: WHOLE, or FINAL
-    local: Optional[Launch]  #: LOCAL, where sequences are cut
-    scan: Optional[Launch]
+    local: Launch | None  #: LOCAL, where sequences are cut
+    scan: Launch | None
     record_bytes: int
-    normed: Optional[Tuple[int, int]]  #: elements of the normalised q and k
+    normed: tuple[int, int] | None  #: elements of the normalised q and k
     segments: int  #: elements of the segments' work area
     path: str  #: for ``explain``
 
 
-def reasons_against_prefill(request: PrefillRequest) -> Tuple[str, ...]:
+def reasons_against_prefill(request: PrefillRequest) -> tuple[str, ...]:
     """Why these kernels do not serve ``request``: () or sentences."""
     reasons = []
     for name, size in (("K", request.head_size_k), ("V", request.head_size_v)):
         if size > _LARGEST_HEAD:
             reasons.append(f"prefill serves head sizes up to {_LARGEST_HEAD}, got {name} = {size}")
+    if request.device.type == "cuda" and request.q.dtype == torch.float32 and request.head_size_k > 128:
+        reasons.append(f"float32 inputs with K above 128 do not fit into shared memory, got K = {request.head_size_k}")
     if request.use_cp is True and request.head_size_k > _LARGEST_CUT_HEAD:
         reasons.append(f"use_cp=True cuts sequences for K up to {_LARGEST_CUT_HEAD}, got K = {request.head_size_k}")
     if request.use_cp is True and request.batch_invariant:
@@ -62,7 +64,7 @@ def reasons_against_prefill(request: PrefillRequest) -> Tuple[str, ...]:
     return tuple(reasons)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _has_float8(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -73,7 +75,7 @@ def prefill(request: PrefillRequest) -> None:
         launch(*arguments)
 
 
-def steps(request: PrefillRequest, plan: Plan) -> Tuple[Tuple[Launch, Tuple[torch.Tensor, ...]], ...]:
+def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torch.Tensor, ...]], ...]:
     """The launches of a call in order, each with its tensors; allocates the work area."""
     r = request
     q, k, v, output, pages = r.q, r.k, r.v, r.output, r.pages
@@ -118,19 +120,19 @@ def plan_for(request: PrefillRequest) -> Plan:
     return plan
 
 
-def _gate_key(x: Optional[torch.Tensor]):
+def _gate_key(x: torch.Tensor | None):
     return None if x is None else (x.dtype, x.stride())
 
 
-def _state_key(x: Optional[torch.Tensor]):
+def _state_key(x: torch.Tensor | None):
     return None if x is None else (x.dtype, x.stride(), x.data_ptr() & 15)
 
 
-def _index_key(x: Optional[torch.Tensor]):
+def _index_key(x: torch.Tensor | None):
     return None if x is None else x.dtype
 
 
-def _key(r: PrefillRequest) -> Tuple:
+def _key(r: PrefillRequest) -> tuple:
     """Everything that a plan depends on: shapes, strides, dtypes, options, and what is aligned to 16 bytes.
 
     The length of an index tensor does not count, nor does anything that a tensor holds.
@@ -152,7 +154,7 @@ def _key(r: PrefillRequest) -> Tuple:
     )  # fmt: skip
 
 
-def _strides(x: Optional[torch.Tensor], dims: int) -> Tuple[int, ...]:
+def _strides(x: torch.Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * dims if x is None else tuple(x.stride())[:dims]
 
 
@@ -257,7 +259,7 @@ def _longest(r: PrefillRequest) -> int:
     return -(-chunks >> shift) << shift
 
 
-def _precisions(dtype: torch.dtype) -> Tuple[str, str]:
+def _precisions(dtype: torch.dtype) -> tuple[str, str]:
     """Input precision of products of q's dtype (counts for float32 only) and of those in the 64 x 64 inverse."""
     if torch.version.hip is not None or INTERPRETED.value:
         return "ieee", "ieee"

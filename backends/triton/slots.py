@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -61,7 +61,7 @@ def decode_slots_kernel(
 
 
 #: Number of sequences, page size, dtypes and device -> launch.
-_LAUNCHES: Dict[Tuple[Any, ...], Launch] = {}
+_LAUNCHES: dict[tuple[Any, ...], Launch] = {}
 _MAX_LAUNCHES = 4096
 
 
@@ -72,7 +72,7 @@ def page_slots(request: SlotsRequest) -> None:
     if num_seqs == 0:
         return
     tensors = (table.page_indices, table.page_indptr, table.last_page_len)
-    sizes: Tuple[int, ...] = (num_seqs,)
+    sizes: tuple[int, ...] = (num_seqs,)
     kernel = decode_slots_kernel
     if cu_seqlens is not None:
         tensors += (cu_seqlens,)

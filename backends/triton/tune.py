@@ -18,8 +18,8 @@ import argparse
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Callable, Dict, List, Tuple
 
 import torch
 
@@ -34,7 +34,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 K = V = 128
 
 #: Sequence lengths -> microseconds of FLA and of the best peer by heads of q and v, measured on one H200.
-TABLE: Dict[Tuple[int, int], Dict[Tuple[int, ...], Tuple[int, int]]] = {
+TABLE: dict[tuple[int, int], dict[tuple[int, ...], tuple[int, int]]] = {
     (2, 8): {
         (2048,): (86, 66), (8192,): (243, 116), (32768,): (919, 238), (4096, 28672): (843, 241),
         (8192,) * 4: (483, 274), (2048,) * 4: (134, 92), (1024,) * 8: (139, 56), (256,) * 32: (164, 45),
@@ -98,7 +98,7 @@ def time_us(run: Callable[[], None], reps: int) -> float:
     return 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs[2:])
 
 
-def inputs(heads: Tuple[int, int], lengths: Tuple[int, ...], dtype=BF16, gates: str = "model", seed: int = 0) -> Dict:
+def inputs(heads: tuple[int, int], lengths: tuple[int, ...], dtype=BF16, gates: str = "model", seed: int = 0) -> dict:
     """Keyword arguments of chunk_gated_delta_rule."""
     rng = torch.Generator(device="cuda").manual_seed(seed)
     H, HV = heads
@@ -129,7 +129,7 @@ def inputs(heads: Tuple[int, int], lengths: Tuple[int, ...], dtype=BF16, gates: 
     )  # fmt: skip
 
 
-def as_a_model_calls(arguments: Dict) -> Dict:
+def as_a_model_calls(arguments: dict) -> dict:
     """Raw gates, beta logits and q and k that are not normalised."""
     T, HV = arguments["g"].shape
     more = dict(arguments)
@@ -142,7 +142,7 @@ def as_a_model_calls(arguments: Dict) -> Dict:
     return more
 
 
-def paged(arguments: Dict, lengths: Tuple[int, ...], page_size: int = 1024) -> Dict:
+def paged(arguments: dict, lengths: tuple[int, ...], page_size: int = 1024) -> dict:
     """The same call on pages, with a prefix of one page each."""
     N, HV = arguments["initial_state"].shape[:2]
     counts = [1 + -(-length // page_size) for length in lengths]
@@ -157,7 +157,7 @@ def paged(arguments: Dict, lengths: Tuple[int, ...], page_size: int = 1024) -> D
     )  # fmt: skip
 
 
-def request_of(arguments: Dict) -> PrefillRequest:
+def request_of(arguments: dict) -> PrefillRequest:
     import inspect
 
     names = inspect.signature(validate.prefill_request).parameters
@@ -168,23 +168,23 @@ def request_of(arguments: Dict) -> PrefillRequest:
     return validate.prefill_request(**{name: arguments.get(name, defaults[name]) for name in names})
 
 
-def name_of(lengths: Tuple[int, ...]) -> str:
+def name_of(lengths: tuple[int, ...]) -> str:
     return f"{lengths[0]}x{len(lengths)}" if len(set(lengths)) == 1 else "+".join(map(str, lengths))
 
 
-def compare(arguments: Dict, expected: Tuple[torch.Tensor, torch.Tensor]) -> float:
+def compare(arguments: dict, expected: tuple[torch.Tensor, torch.Tensor]) -> float:
     output, state = gdn_multi.chunk_gated_delta_rule(**arguments)
     pairs = zip((output, state), expected)
     return max(float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
 
 
-def launches(arguments: Dict) -> Dict[str, Tuple[Launch, Tuple[torch.Tensor, ...]]]:
+def launches(arguments: dict) -> dict[str, tuple[Launch, tuple[torch.Tensor, ...]]]:
     request = request_of(arguments)
     steps = prefill.steps(request, prefill.plan_for(request))
     return dict(zip(("prepare", "recur") if len(steps) == 2 else ("prepare", "local", "scan", "recur"), steps))
 
 
-def tune_kernels(reps: int, rows: List[Tuple[int, int]], only: str) -> None:
+def tune_kernels(reps: int, rows: list[tuple[int, int]], only: str) -> None:
     print("\n# kernels by themselves, us; first column: largest relative difference of a call from the reference")
     small = inputs((2, 8), (700, 333, 64, 1))
     expected, states = reference.prefill(
@@ -198,7 +198,7 @@ def tune_kernels(reps: int, rows: List[Tuple[int, int]], only: str) -> None:
     calls = [(heads, lengths, inputs(heads, lengths)) for heads, lengths in shapes if not rows or heads in rows]
     header = "".join(f"{f'{h[0]}/{h[1]} ' + name_of(n):>16}" for h, n, _ in calls)
 
-    def line(title: str, names: Tuple[str, ...], model: bool = False, **overrides) -> None:
+    def line(title: str, names: tuple[str, ...], model: bool = False, **overrides) -> None:
         if not title.startswith(only):
             return
         begin = time.time()
@@ -235,7 +235,7 @@ def tune_kernels(reps: int, rows: List[Tuple[int, int]], only: str) -> None:
         line(f"scan block={block} warps={warps} stages={stages}", ("scan",), **tiles, segment_chunks=16)
 
 
-def tune_segments(reps: int, rows: List[Tuple[int, int]]) -> None:
+def tune_segments(reps: int, rows: list[tuple[int, int]]) -> None:
     print("\n# whole calls by chunks of a segment (0: whole sequences), us; * is the heuristics' choice")
     print(f"{'':<24}{''.join(f'{size:>9}' for size in SEGMENTS)}")
     for heads, table in TABLE.items():
@@ -255,7 +255,7 @@ def tune_segments(reps: int, rows: List[Tuple[int, int]]) -> None:
             print(f"{heads[0]}/{heads[1]} {name_of(lengths):<18}{''.join(cells)}", flush=True)
 
 
-def tune_table(reps: int, rows: List[Tuple[int, int]]) -> None:
+def tune_table(reps: int, rows: list[tuple[int, int]]) -> None:
     print("\n# the table, us; FLA and the best peer as measured elsewhere on an H200")
     columns = (("FLA", 7), ("best", 7), ("ours", 8), ("paged", 8), ("model", 8), ("FLA/ours", 10))
     columns += (("paged", 7), ("model", 7))

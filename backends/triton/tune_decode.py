@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import List, Tuple
 
 import torch
 import triton
@@ -188,20 +187,20 @@ def main() -> None:
     for stored in (F32, BF16):
         table = [row for row in TABLE if row[0] is stored]
         used = tile(128, 128, stored.itemsize)
-        shapes: List[Tile] = [used] + [s for s in CANDIDATES[stored] if s != used and not options.quick]
+        shapes: list[Tile] = [used] + [s for s in CANDIDATES[stored] if s != used and not options.quick]
         bits = [check(shape, used, stored, 16, 64) for shape in shapes]
         for verdict in ("same bits", "other bits"):
             print(f"{stored} {verdict}:", *(name(s) for s, b in zip(shapes, bits) if b == verdict))
         print("q/v   B    peers FlashInfer FLA |", *(f"{name(s):>7}" for s in shapes), "| best")
         for _, hq, hv, batch, flashinfer, fla in table:
-            times: List[float] = []
+            times: list[float] = []
             request = paged_request(stored, hq, hv, batch)
             for shape in shapes:
                 use(shape)
                 times.append(timer(request))
             moved = 2 * batch * hv * 128 * 128 * stored.itemsize
             best = min(times)
-            rates: Tuple[float, float] = (moved / times[0] / 1e6, moved / best / 1e6)
+            rates: tuple[float, float] = (moved / times[0] / 1e6, moved / best / 1e6)
             print(
                 f"{hq:>2}/{hv:<2} {batch:>4} {flashinfer:>16.1f} {fla:>6.1f} |",
                 *(f"{t:7.1f}" for t in times),

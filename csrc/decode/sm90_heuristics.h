@@ -22,14 +22,14 @@ constexpr int kDecodePlanCount = sizeof(kDecodePlans) / sizeof(kDecodePlans[0]);
 // No plan: launch_decode_sm90 leaves the call to decode.cu.
 constexpr int kDecodePortable = 0;
 
-// Measured on an H200 (python benchmarks/check_decode.py): plan 1 is the best or within 3% of it wherever there is work for the
-// card. The smallest calls are bound by latency: float32 8.4 us with decode.cu and 9.0 here (16/64 heads, one sequence),
-// bfloat16 6.9 with tiles of 1 KB and 7.0 with decode.cu (2/8, one sequence).
-inline int decode_plan(int64_t state_bytes, int state_size, int multiprocessors) {
+// Measured on an H200 (python benchmarks/check_decode.py --stores; us): wide rows win from half a megabyte a multiprocessor on
+// (16/64 heads, 256 sequences: float32 538 against 546 narrow, bfloat16 276 against 280), narrow ones below (float32, 8
+// sequences: 23.1 against 23.5). The smallest calls are bound by latency: float32 8.3 with decode.cu and 8.8 here (16/64, one
+// sequence), bfloat16 6.4 with decode.cu and 6.8 with tiles of 1 KB (2/8, one sequence).
+inline int decode_plan(int64_t state_bytes, int /*state_size*/, int multiprocessors) {
   const int64_t each = state_bytes / multiprocessors;
-  if (each <= 4 << 10 && state_size == 2) return 9;
   if (each <= 32 << 10) return kDecodePortable;
-  return 1;
+  return each <= 400 << 10 ? 1 : 2;
 }
 
 }  // namespace gdn

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Optional, Tuple
 
 import torch
 
@@ -18,7 +18,7 @@ class Call:
 
     run: Callable[[], object]
     #: Output and states of the last run, as [T, H, V] and [N, H, V, K] (decode: [B, 1, HV, V] and [B, HV, V, K]).
-    read: Callable[[], Tuple[torch.Tensor, torch.Tensor]]
+    read: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     #: Puts inputs that the call changed back and fills what it must write with NaN.
     reset: Callable[[], None] = lambda: None
     note: str = ""
@@ -30,14 +30,14 @@ class Contender:
 
     name: str
     is_ours: bool
-    prefill: Optional[Callable[[object], Call]] = None
-    decode: Optional[Callable[[object], Call]] = None
+    prefill: Callable[[object], Call] | None = None
+    decode: Callable[[object], Call] | None = None
     title: str = ""  #: for table heads; the name where empty
     #: False: it has no state pool, or is paged; "best peer" of a prefill row is the best of those with True.
     counts_as_best: bool = True
-    versions: Dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     #: Row names (patterns) that it runs on; None for all.
-    only_rows: Optional[Tuple[str, ...]] = None
+    only_rows: tuple[str, ...] | None = None
 
     @property
     def heading(self) -> str:

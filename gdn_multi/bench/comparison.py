@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -42,18 +42,18 @@ class Outcome:
     """What one backend did with the call."""
 
     detail: str = ""
-    reasons: List[str] = field(default_factory=list)  #: why it did not run; empty when it did
-    output_error: Optional[float] = None
-    states: List[Tuple[str, float]] = field(default_factory=list)  #: (label, error) of every state or page
-    wrong: List[str] = field(default_factory=list)  #: what is outside its limit, or changed and must not
+    reasons: list[str] = field(default_factory=list)  #: why it did not run; empty when it did
+    output_error: float | None = None
+    states: list[tuple[str, float]] = field(default_factory=list)  #: (label, error) of every state or page
+    wrong: list[str] = field(default_factory=list)  #: what is outside its limit, or changed and must not
     bits: str = ""  #: digest of everything written: equal digests are equal bits
-    ms: Optional[float] = None
-    p20: Optional[float] = None
-    p80: Optional[float] = None
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
     graph: bool = False
-    host_us: Optional[float] = None
-    launches: Optional[int] = None
-    peak_bytes: Optional[int] = None
+    host_us: float | None = None
+    launches: int | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Comparison:
     shape: str
     info: dict = field(default_factory=dict)
     refused: str = ""  #: the front end's message, when the call is refused before any backend is asked
-    outcomes: Dict[str, Outcome] = field(default_factory=dict)
-    pairs: List[Pair] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    pairs: list[Pair] = field(default_factory=list)
 
     @property
     def is_wrong(self) -> bool:
@@ -86,7 +86,7 @@ class Comparison:
 # --- what the reference says -------------------------------------------------------------------------
 
 
-def expected(request: Request) -> Tuple[List[Item], Dict[str, set]]:
+def expected(request: Request) -> tuple[list[Item], dict[str, set]]:
     """Every item that the call must write, and for each state tensor of the request the rows it may write."""
     if isinstance(request, SlotsRequest):
         return _expected_slots(request), {}
@@ -95,7 +95,7 @@ def expected(request: Request) -> Tuple[List[Item], Dict[str, set]]:
     return _expected_prefill(request)
 
 
-def _list(rows: Optional[torch.Tensor], count: int) -> List[int]:
+def _list(rows: torch.Tensor | None, count: int) -> list[int]:
     return list(range(count)) if rows is None else [int(row) for row in rows.tolist()]
 
 
@@ -128,12 +128,12 @@ def _prefill_rows(request: PrefillRequest):
     return read, write, kept
 
 
-def _expected_prefill(request: PrefillRequest) -> Tuple[List[Item], Dict[str, set]]:
+def _expected_prefill(request: PrefillRequest) -> tuple[list[Item], dict[str, set]]:
     read, write, kept = _prefill_rows(request)
     cu = request.cu_seqlens.tolist()
     is_pool = request.is_paged or request.write_rows is not None
-    items: List[Item] = []
-    rows: Dict[str, set] = {"final_state": set(), "state_checkpoints": set(), "initial_state": set()}
+    items: list[Item] = []
+    rows: dict[str, set] = {"final_state": set(), "state_checkpoints": set(), "initial_state": set()}
     for i in range(request.num_seqs):
         start, end = cu[i], cu[i + 1]
         if request.initial_state is None or read[i] < 0:
@@ -180,7 +180,7 @@ def _segment(request: PrefillRequest, start: int, end: int, state: torch.Tensor)
     return output, states[0][-1]
 
 
-def _expected_decode(request: DecodeRequest) -> Tuple[List[Item], Dict[str, set]]:
+def _expected_decode(request: DecodeRequest) -> tuple[list[Item], dict[str, set]]:
     n = request.batch
     if request.pages is not None:
         pages = request.pages
@@ -209,7 +209,7 @@ def _expected_decode(request: DecodeRequest) -> Tuple[List[Item], Dict[str, set]
     return items, {"state": written}
 
 
-def _expected_slots(request: SlotsRequest) -> List[Item]:
+def _expected_slots(request: SlotsRequest) -> list[Item]:
     table = request.table
     if request.is_prefill:
         rows = reference.prefill_slots(
@@ -258,7 +258,7 @@ def _limit(request: Request, item: Item) -> float:
     return base + STORE_LIMIT.get(dtype, 0.1)  # float8 keeps two or three bits
 
 
-def _state_tensors(request: Request) -> Dict[str, torch.Tensor]:
+def _state_tensors(request: Request) -> dict[str, torch.Tensor]:
     if isinstance(request, SlotsRequest):
         return {}
     names = ("state",) if isinstance(request, DecodeRequest) else ("initial_state", "final_state", "state_checkpoints")
@@ -287,7 +287,7 @@ def _prepare(call: SavedCall, device: torch.device) -> Request:
     return request
 
 
-def _run(call: SavedCall, name: str, device: torch.device, items, rows, outcome: Outcome) -> Optional[dict]:
+def _run(call: SavedCall, name: str, device: torch.device, items, rows, outcome: Outcome) -> dict | None:
     """Run once and judge; returns copies of what was written, for the comparison between backends."""
     from ..dispatch import run
 
@@ -319,7 +319,7 @@ def _run(call: SavedCall, name: str, device: torch.device, items, rows, outcome:
     outcome.detail = _detail(request, name)
 
     digest = hashlib.sha256()
-    parts: Dict[str, List[torch.Tensor]] = {"output": [], "state": []}
+    parts: dict[str, list[torch.Tensor]] = {"output": [], "state": []}
     squares, norms = 0.0, 0.0
     for item in items:
         actual = _tensor(request, item.tensor)[item.index]
@@ -377,7 +377,7 @@ def _time(call: SavedCall, name: str, device: torch.device, timer: Timer, outcom
             outcome.launches = _launches(repeat)
 
 
-def _launches(call) -> Optional[int]:
+def _launches(call) -> int | None:
     """Kernels that one call launches; None where the profiler cannot say."""
     try:
         from torch.profiler import ProfilerActivity, profile
@@ -397,7 +397,7 @@ def compare(
     call: SavedCall,
     backends: Sequence[str],
     device: torch.device,
-    timer: Optional[Timer] = None,
+    timer: Timer | None = None,
     say=lambda text: None,
 ) -> Comparison:
     """Run ``call`` on each of ``backends`` that serves it; times it too where a timer is given."""
@@ -411,8 +411,8 @@ def compare(
         return result
     result.shape = describe(request)
     reasons = {each: list(_reasons(each, request)) for each in backends}
-    items: Optional[List[Item]] = None
-    seen: Dict[str, dict] = {}
+    items: list[Item] | None = None
+    seen: dict[str, dict] = {}
     for each in backends:
         outcome = result.outcomes[each] = Outcome(reasons=reasons[each])
         if outcome.reasons:

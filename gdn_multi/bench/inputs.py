@@ -9,7 +9,6 @@ call (alpha or log alpha or raw gates, beta or logits, normalised or raw q and k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +39,8 @@ class Pages:
     page_indptr: torch.Tensor
     last_page_len: torch.Tensor
     page_size: int
-    read: List[int]  #: page that holds each sequence's initial state
-    last: List[int]  #: page that holds each sequence's final state
+    read: list[int]  #: page that holds each sequence's initial state
+    last: list[int]  #: page that holds each sequence's final state
 
 
 @dataclass
@@ -55,10 +54,10 @@ class PrefillInputs:
     alpha: torch.Tensor  #: float32
     log_alpha: torch.Tensor  #: float32
     beta: torch.Tensor  #: float32; rounded through the row's dtype as a sigmoid in the kernel rounds it
-    a: Optional[torch.Tensor]  #: raw gate of the row's dtype; None where gates were drawn as alpha
+    a: torch.Tensor | None  #: raw gate of the row's dtype; None where gates were drawn as alpha
     b: torch.Tensor  #: beta's logits, of the row's dtype
-    A_log: Optional[torch.Tensor]
-    dt_bias: Optional[torch.Tensor]
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
     cu_seqlens: torch.Tensor  #: int32
     cu_seqlens_64: torch.Tensor
     initial_state: torch.Tensor  #: [N, H, V, K]
@@ -67,7 +66,7 @@ class PrefillInputs:
     scale: float
     output: torch.Tensor  #: poisoned before each check
     final_state: torch.Tensor
-    pages: Optional[Pages]
+    pages: Pages | None
 
     @property
     def num_seqs(self) -> int:

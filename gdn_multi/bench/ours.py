@@ -9,7 +9,7 @@ model-slots   the same through a page table with rows computed beforehand
 
 from __future__ import annotations
 
-from typing import List, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ VARIANTS = ("plain", "paged", "slots", "model", "model-slots")
 DEFAULT_VARIANTS = ("plain", "paged", "slots", "model")
 
 
-def contenders(backends: Sequence[str], variants: Sequence[str]) -> List[Contender]:
+def contenders(backends: Sequence[str], variants: Sequence[str]) -> list[Contender]:
     """``backends`` may name a variant themselves (``cuda:model``); the others get ``variants``."""
     made = []
     for name in backends:

@@ -10,8 +10,8 @@ import contextlib
 import importlib
 import io
 import os
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -46,7 +46,7 @@ def _need_gpu(tensor: torch.Tensor) -> None:
         raise Unavailable("needs a GPU")
 
 
-def _returned(transposed: bool, outputs: list, reset=lambda: None) -> Tuple:
+def _returned(transposed: bool, outputs: list, reset=lambda: None) -> tuple:
     """``read`` and ``reset`` for a peer that returns fresh (output [1, T, H, V], state)."""
 
     def read():
@@ -255,16 +255,16 @@ _ALL = (
     ),
     Contender("cudnn-frontend", False, _cudnn_prefill, title="cuDNN"),
 )  # fmt: skip
-PEERS: Dict[str, Contender] = {peer.name: peer for peer in _ALL}
+PEERS: dict[str, Contender] = {peer.name: peer for peer in _ALL}
 
 #: Without the peers that repeat another one in a different form, and without cuDNN, which tunes itself for a long
 #: time on each shape.
 DEFAULT = ("flashinfer", "flashinfer-cp", "flashinfer-paged", "flashinfer-slots", "flash_qla", "fla")
 
 
-def contenders(names: Sequence[str], cudnn_rows: Optional[Sequence[str]] = None) -> List[Contender]:
+def contenders(names: Sequence[str], cudnn_rows: Sequence[str] | None = None) -> list[Contender]:
     """The peers of that name; ``default`` and ``all`` stand for lists, ``none`` for nothing."""
-    chosen: List[str] = []
+    chosen: list[str] = []
     for name in names:
         if name == "none":
             continue
@@ -282,7 +282,7 @@ def contenders(names: Sequence[str], cudnn_rows: Optional[Sequence[str]] = None)
     return peers
 
 
-def versions() -> Dict[str, str]:
+def versions() -> dict[str, str]:
     """Installed versions of the peers and of what they and we run on."""
     found = {}
     for name in (*DISTRIBUTIONS.values(), "torch", "triton", "nvidia-cutlass-dsl", "cuda-tile", "tilelang"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence
+from collections.abc import Sequence
 
 from .calls import Contender
 from .report import best_peer
@@ -68,9 +68,9 @@ def _bars(axis, table: str, rows: Sequence[RowResult], contenders: Sequence[Cont
         axis.legend(fontsize=8, ncols=min(4, len(ours)))
 
 
-def _lengths(rows: Sequence[RowResult]) -> Dict[str, List[RowResult]]:
+def _lengths(rows: Sequence[RowResult]) -> dict[str, list[RowResult]]:
     """Prefill rows of one sequence, by heads, of the heads with most lengths (at least two)."""
-    found: Dict[str, List[RowResult]] = {}
+    found: dict[str, list[RowResult]] = {}
     for row in rows:
         if row.table == "prefill" and row.sequences.endswith("x1") and "+" not in row.sequences:
             found.setdefault(row.heads, []).append(row)
@@ -80,7 +80,7 @@ def _lengths(rows: Sequence[RowResult]) -> Dict[str, List[RowResult]]:
     return {heads: found[heads]} if len(found[heads]) > 1 else {}
 
 
-def _speed(axis, lines: Dict[str, List[RowResult]], contenders: Sequence[Contender]) -> None:
+def _speed(axis, lines: dict[str, list[RowResult]], contenders: Sequence[Contender]) -> None:
     ((heads, rows),) = lines.items()
     rows = sorted(rows, key=lambda r: int(r.sequences[:-2]))
     counts = {True: 0, False: 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from typing import Dict, List, Optional, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,11 +17,11 @@ from .runner import Result, RowResult
 WRONG = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-3}
 
 
-def machine(device: torch.device) -> Dict[str, object]:
+def machine(device: torch.device) -> dict[str, object]:
     """The card and the versions that the figures hold for."""
     import gdn_multi
 
-    facts: Dict[str, object] = {
+    facts: dict[str, object] = {
         "device": "CPU, wall clock" if device.type != "cuda" else torch.cuda.get_device_name(device),
         "gdn_multi": gdn_multi.__version__,
         "python": platform.python_version(),
@@ -35,7 +35,7 @@ def machine(device: torch.device) -> Dict[str, object]:
     return facts
 
 
-def _driver() -> Optional[str]:
+def _driver() -> str | None:
     try:
         with open("/proc/driver/nvidia/version") as file:
             words = file.readline().split()
@@ -60,7 +60,7 @@ def is_wrong(row: RowResult, result: Result) -> bool:
     return not (result.output_error < WRONG[row.dtype] and result.state_error < state_limit)
 
 
-def best_peer(row: RowResult, peers: Sequence[Contender]) -> Optional[str]:
+def best_peer(row: RowResult, peers: Sequence[Contender]) -> str | None:
     """Name of the fastest peer whose answer is right; for a prefill the best unpaged one."""
     times = {
         peer.name: row.results[peer.name].ms
@@ -74,7 +74,7 @@ def best_peer(row: RowResult, peers: Sequence[Contender]) -> Optional[str]:
     return min(times, key=times.get) if times else None
 
 
-def _cell(row: RowResult, result: Optional[Result]) -> str:
+def _cell(row: RowResult, result: Result | None) -> str:
     if result is None or result.ms is None:
         return "-"
     if row.table == "decode":
@@ -156,9 +156,9 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def summary(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> List[str]:
+def summary(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> list[str]:
     """What the table says in a few sentences: ratios to the best peer, slower rows, paged against unpaged."""
-    lines: List[str] = []
+    lines: list[str] = []
     for c in contenders:
         if not c.is_ours:
             continue
@@ -207,11 +207,11 @@ def summary(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> List[
     return lines
 
 
-def notes(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> List[str]:
+def notes(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> list[str]:
     """Why cells are empty, each reason once."""
-    lines: List[str] = []
+    lines: list[str] = []
     for c in contenders:
-        said: Dict[str, List[str]] = {}
+        said: dict[str, list[str]] = {}
         for row in rows:
             result = row.results.get(c.name)
             if result is not None and result.note:

@@ -10,9 +10,10 @@ A pattern with ``*`` or ``?`` selects rows of the standard tables; anything else
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Dict, List, Sequence, Tuple, Union
+from typing import Union
 
 #: How gates are drawn; see inputs.py.
 GATES = {"model": "as a model initialises them", "slow": "alpha in [0.9999, 1]", "fast": "alpha in [0.5, 1]"}
@@ -22,7 +23,7 @@ GATES = {"model": "as a model initialises them", "slow": "alpha in [0.9999, 1]",
 class PrefillRow:
     q_heads: int
     v_heads: int
-    lengths: Tuple[int, ...]
+    lengths: tuple[int, ...]
     dtype: str = "bfloat16"
     gates: str = "model"
     head_size: int = 128
@@ -34,7 +35,7 @@ class PrefillRow:
 
     @property
     def sequences(self) -> str:
-        parts: List[Tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
         for length in self.lengths:
             if parts and parts[-1][0] == length:
                 parts[-1] = (length, parts[-1][1] + 1)
@@ -97,7 +98,7 @@ _DECODE = {
     ("bfloat16", 16, 64): (1, 32, 256),
 }
 
-TABLES: Dict[str, Tuple[Row, ...]] = {
+TABLES: dict[str, tuple[Row, ...]] = {
     "prefill": tuple(PrefillRow(q, v, lengths) for q, v in _HEADS for lengths in _LENGTHS),
     "decode": tuple(DecodeRow(q, v, b, state) for (state, q, v), batches in _DECODE.items() for b in batches),
     "accuracy": tuple(
@@ -115,9 +116,9 @@ _PREFILL = re.compile(r"^(\d+)/(\d+):([0-9x+]+)(?::(bfloat16|float16)(?::(\w+))?
 _DECODE_ROW = re.compile(r"^(\d+)/(\d+):B=(\d+)(?::(float32|bfloat16|float16))?$")
 
 
-def parse_lengths(text: str) -> Tuple[int, ...]:
+def parse_lengths(text: str) -> tuple[int, ...]:
     """``4096+28672`` or ``256x32`` or both mixed, as a tuple of lengths."""
-    lengths: List[int] = []
+    lengths: list[int] = []
     for part in text.split("+"):
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", part)
         if not match or int(match[1]) < 1 or int(match[2] or 1) < 1:
@@ -147,7 +148,7 @@ def parse_row(text: str, table: str) -> Row:
     return row
 
 
-def select(table: str, patterns: Sequence[str]) -> List[Row]:
+def select(table: str, patterns: Sequence[str]) -> list[Row]:
     """The rows of ``table`` that ``patterns`` name, in table order, then rows of the user's own."""
     standard = TABLES[table]
     if not patterns:

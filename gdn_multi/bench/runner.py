@@ -6,9 +6,9 @@ import gc
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import Callable, Dict, List, Optional, Sequence
 
 import torch
 
@@ -23,15 +23,15 @@ from .timing import Timer
 class Result:
     """What one contender did on one row."""
 
-    ms: Optional[float] = None
-    p20: Optional[float] = None
-    p80: Optional[float] = None
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
     runs: int = 0
     graph: bool = False
-    host_us: Optional[float] = None
-    output_error: Optional[float] = None
-    state_error: Optional[float] = None
-    first_call_s: Optional[float] = None
+    host_us: float | None = None
+    output_error: float | None = None
+    state_error: float | None = None
+    first_call_s: float | None = None
     note: str = ""
     recorded: str = ""  #: where it was read from, when it was not measured in this run
 
@@ -46,7 +46,7 @@ class RowResult:
     state_dtype: str
     gates: str
     state_bytes: int
-    results: Dict[str, Result] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 class ContextLost(Exception):
@@ -62,12 +62,12 @@ class Runner:
     seed: int = 0
     check: bool = True
     host: bool = True
-    deadline: Optional[float] = None  #: time.monotonic() after which no row is started
+    deadline: float | None = None  #: time.monotonic() after which no row is started
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     stopped: str = ""  #: why rows are missing; empty when none are
 
-    def run(self, table: str, rows: Sequence[Row], done: Callable[[RowResult], None]) -> List[RowResult]:
-        results: List[RowResult] = []
+    def run(self, table: str, rows: Sequence[Row], done: Callable[[RowResult], None]) -> list[RowResult]:
+        results: list[RowResult] = []
         for number, row in enumerate(rows, 1):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.stopped = f"time limit reached before {table} row {row.name}"
@@ -183,11 +183,11 @@ def _line(result: Result) -> str:
     return "  ".join(parts)
 
 
-def as_json(results: Sequence[RowResult]) -> List[dict]:
+def as_json(results: Sequence[RowResult]) -> list[dict]:
     return [asdict(result) for result in results]
 
 
-def from_json(rows: Sequence[dict]) -> List[RowResult]:
+def from_json(rows: Sequence[dict]) -> list[RowResult]:
     made = []
     for row in rows:
         fields = {name: row[name] for name in RowResult.__dataclass_fields__ if name in row and name != "results"}

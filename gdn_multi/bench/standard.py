@@ -5,12 +5,12 @@ Each is a public function's name and its arguments. Rows that a call must not re
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Tuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-Made = Tuple[str, dict]
+Made = tuple[str, dict]
 
 
 class Maker:
@@ -28,15 +28,15 @@ class Maker:
     def to(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return x.to(self.device, dtype or self.dtype)
 
-    def index(self, values: List[int]) -> torch.Tensor:
+    def index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def gates(self) -> Tuple[torch.Tensor, torch.Tensor]:
+    def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
         a = 1 + 15 * torch.rand(self.hv, generator=self.generator)
         dt = 1e-3 * 100 ** torch.rand(self.hv, generator=self.generator)
         return a.log(), dt + torch.log(-torch.expm1(-dt))
 
-    def tokens(self, lengths: List[int], raw: bool = False) -> dict:
+    def tokens(self, lengths: list[int], raw: bool = False) -> dict:
         t, d = sum(lengths), self.d
         q, k, v = self.randn(t, self.hq, d), self.randn(t, self.hq, d), self.randn(t, self.hv, d)
         a_log, dt_bias = self.gates()
@@ -60,7 +60,7 @@ class Maker:
     def states(self, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.to(0.25 * self.randn(rows, self.hv, self.d, self.d), dtype)
 
-    def lengths(self) -> List[int]:
+    def lengths(self) -> list[int]:
         return [1500, 64, 333] if self.large else [130, 64, 17]
 
     # --- the calls ---------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Maker:
         )  # fmt: skip
 
 
-CALLS: Dict[str, Callable[[Maker], Made]] = {
+CALLS: dict[str, Callable[[Maker], Made]] = {
     "plain": Maker.plain,
     "model": Maker.model,
     "paged": Maker.paged,

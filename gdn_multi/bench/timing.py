@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, List, Optional
 
 import torch
 
@@ -28,11 +28,11 @@ class Timing:
     note: str = ""  #: why it was not
 
 
-def _quantile(sorted_values: List[float], q: float) -> float:
+def _quantile(sorted_values: list[float], q: float) -> float:
     return sorted_values[min(len(sorted_values) - 1, int(q * len(sorted_values)))]
 
 
-def _summary(times: List[float], graph: bool, note: str) -> Timing:
+def _summary(times: list[float], graph: bool, note: str) -> Timing:
     times = sorted(times)
     middle = len(times) // 2
     median = times[middle] if len(times) % 2 else 0.5 * (times[middle - 1] + times[middle])
@@ -44,7 +44,7 @@ class Timer:
 
     def __init__(self, device: torch.device, budget: float):
         self.device, self.budget = device, budget
-        self._flush: Optional[torch.Tensor] = None
+        self._flush: torch.Tensor | None = None
         if device.type == "cuda":
             l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
             self._flush = torch.empty(max(256 << 20, 4 * l2), dtype=torch.int8, device=device)
@@ -88,7 +88,7 @@ class Timer:
         return graph
 
     def _events(self, replay: Callable[[], object], graph: bool, note: str) -> Timing:
-        def run(times: int) -> List[float]:
+        def run(times: int) -> list[float]:
             pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
             for start, end in pairs:
                 self._flush.zero_()
@@ -104,7 +104,7 @@ class Timer:
         return _summary(run(max(FEWEST, min(MOST, int(self.budget / each)))), graph, note)
 
     def _wall_clock(self, call: Callable[[], object]) -> Timing:
-        times: List[float] = []
+        times: list[float] = []
         began = time.perf_counter()
         while len(times) < 3 or (len(times) < MOST and time.perf_counter() - began < self.budget):
             start = time.perf_counter()
@@ -112,7 +112,7 @@ class Timer:
             times.append((time.perf_counter() - start) * 1e3)
         return _summary(times, False, "wall clock")
 
-    def host_us(self, call: Callable[[], object], ms: float, calls: int = 200) -> Optional[float]:
+    def host_us(self, call: Callable[[], object], ms: float, calls: int = 200) -> float | None:
         """Median host time of a call in microseconds, without synchronising between calls.
 
         In groups with a pause between them, so that a full launch queue is not what is measured. None on a CPU,
@@ -121,7 +121,7 @@ class Timer:
         if self.device.type != "cuda":
             return None
         calls = max(20, min(calls, int(self.budget * 1e3 / max(ms, 1e-3))))
-        times: List[float] = []
+        times: list[float] = []
         while len(times) < calls:
             self.synchronize()
             for _ in range(min(20, calls - len(times))):

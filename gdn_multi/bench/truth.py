@@ -7,7 +7,7 @@ speed ask for two heads only (the first and the last), the table of accuracy for
 
 from __future__ import annotations
 
-from typing import Sequence, Tuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def chunked(
     scale: float,
     lengths: Sequence[int],
     initial_state: torch.Tensor,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, H, V] and final states [N, H, V, K] in float64; every tensor has H heads, log_alpha is finite."""
     device, n = q.device, len(lengths)
     chunks = max(1, -(-max(lengths) // CHUNK))
@@ -64,7 +64,7 @@ def chunked(
     return torch.cat([packed[i, :length] for i, length in enumerate(lengths)]), state
 
 
-def prefill_truth(inputs: PrefillInputs, heads: Sequence[int]) -> Tuple[torch.Tensor, torch.Tensor]:
+def prefill_truth(inputs: PrefillInputs, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, len(heads), V] and final state [N, len(heads), V, K] of the given state heads."""
     index = torch.tensor(list(heads), device=inputs.q.device)
     group = inputs.row.v_heads // inputs.row.q_heads
@@ -78,7 +78,7 @@ def prefill_truth(inputs: PrefillInputs, heads: Sequence[int]) -> Tuple[torch.Te
     )  # fmt: skip
 
 
-def decode_truth(inputs: DecodeInputs) -> Tuple[torch.Tensor, torch.Tensor]:
+def decode_truth(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, 1, HV, V] and states [B, HV, V, K] after the token."""
     group = inputs.row.v_heads // inputs.row.q_heads
     q, k = (x.double().squeeze(1).repeat_interleave(group, dim=1) for x in (inputs.q, inputs.k))

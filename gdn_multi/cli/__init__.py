@@ -10,7 +10,8 @@ import argparse
 import importlib
 import os
 import sys
-from typing import Dict, NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import Dict, NamedTuple, Optional
 
 
 class Command(NamedTuple):
@@ -18,7 +19,7 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: Dict[str, Command] = {
+COMMANDS: dict[str, Command] = {
     "doctor": Command("gdn_multi.cli.doctor", "what this machine has, which backends are usable, what the others need"),
     "demo": Command("gdn_multi.cli.demo", "serve text files through a small GDN layer and one paged state pool"),
     "build": Command("gdn_multi.cli.build", "build the native CUDA backend ahead of time"),
@@ -27,7 +28,7 @@ COMMANDS: Dict[str, Command] = {
 }
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m gdn_multi",

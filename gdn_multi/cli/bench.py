@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from typing import List
 
 EPILOG = """\
 examples
@@ -65,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="also print spread, host time and errors of every cell")
 
 
-def _names(text: str) -> List[str]:
+def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _ours(text: str, device) -> List[str]:
+def _ours(text: str, device) -> list[str]:
     if text == "none":
         return []
     if text != "usable":

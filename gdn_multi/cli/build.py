@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import List
 
 from .table import format_table
 
@@ -48,7 +47,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _wanted(build, toolchain, given: List[str]) -> List[str]:
+def _wanted(build, toolchain, given: list[str]) -> list[str]:
     known = [arch for arch in build.ARCHITECTURES.values() if toolchain.supports(arch)]
     if not given:
         import torch

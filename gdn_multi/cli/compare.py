@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from typing import List
 
 EPILOG = """\
 examples
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result.is_wrong for result in results) else 0
 
 
-def _usable(backends: List[str], device) -> List[str]:
+def _usable(backends: list[str], device) -> list[str]:
     """Those that are usable here; says once what the others need."""
     from ..registry import registry
 
@@ -126,7 +125,7 @@ def _usable(backends: List[str], device) -> List[str]:
     return usable
 
 
-def _names(text: str) -> List[str]:
+def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -212,7 +211,7 @@ def _plot(path: str, results, facts) -> None:
     figure, axes = plt.subplots(len(panels), 1, figsize=(max(7, 1.6 * len(shown) + 2), 3.2 * len(panels)))
     width = min(0.15, 0.8 / len(names))
     for axis, (title, value) in zip(axes, panels):
-        seen: List[float] = []
+        seen: list[float] = []
         for number, name in enumerate(names):
             places, heights = [], []
             for i, result in enumerate(shown):

@@ -11,9 +11,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
 
 from gdn_multi import env
 from gdn_multi.registry import registry
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(backend["usable"] for backend in found["backends"]) else 1
 
 
-def gather(device: Optional[str] = None) -> dict:
+def gather(device: str | None = None) -> dict:
     """Everything that ``report`` prints, as plain values."""
     import torch
 
@@ -97,7 +97,7 @@ def gather(device: Optional[str] = None) -> dict:
     return found
 
 
-def advice(found: dict) -> List[str]:
+def advice(found: dict) -> list[str]:
     """Sentences on what to do or to know, from what was gathered."""
     sentences = []
     if any(gpu["compute capability"] == "10.7" for gpu in found["machine"]["gpus"]):
@@ -144,14 +144,14 @@ def report(found: dict) -> str:
     return "\n\n".join(parts)
 
 
-def _wrapped(text: str) -> List[str]:
+def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 90, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 # --- backends --------------------------------------------------------------------------------
 
 
-def _backends(device) -> List[dict]:
+def _backends(device) -> list[dict]:
     found = []
     for name in registry.names():
         summary, reasons = "", ()
@@ -185,12 +185,12 @@ def _processor() -> str:
     return match.group(1) if match else platform.processor() or platform.machine()
 
 
-def _driver() -> Optional[str]:
+def _driver() -> str | None:
     answer = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return answer.splitlines()[0].strip() if answer else None
 
 
-def _gpus() -> List[Dict[str, str]]:
+def _gpus() -> list[dict[str, str]]:
     import torch
 
     gpus = []
@@ -206,11 +206,11 @@ def _gpus() -> List[Dict[str, str]]:
     return gpus
 
 
-def _variables() -> Dict[str, str]:
+def _variables() -> dict[str, str]:
     return {name: os.environ[name] for name in (*env.VARIABLES, *FOREIGN_VARIABLES) if name in os.environ}
 
 
-def _bad_values() -> List[str]:
+def _bad_values() -> list[str]:
     """What every call would say of the variables' values."""
     known, sentences = registry.names(), []
     for kind in ("prefill", "decode"):
@@ -231,14 +231,14 @@ def _bad_values() -> List[str]:
 # --- packages and compilers ------------------------------------------------------------------
 
 
-def _package(name: str) -> Optional[str]:
+def _package(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _compilers() -> Dict[str, Dict[str, str]]:
+def _compilers() -> dict[str, dict[str, str]]:
     """name -> {"version", "path", ...}, or {"missing": why}."""
     nvcc = _nvcc()
     beside_nvcc = os.path.join(nvcc["toolkit"], "bin", "ptxas") if "toolkit" in nvcc else None
@@ -250,7 +250,7 @@ def _compilers() -> Dict[str, Dict[str, str]]:
     }
 
 
-def _nvcc() -> Dict[str, str]:
+def _nvcc() -> dict[str, str]:
     """The nvcc that the `cuda` backend would build with: it decides, and it sees through wrapper scripts."""
     try:
         from gdn_multi.backends.cuda.build import BuildError, find_toolchain
@@ -263,7 +263,7 @@ def _nvcc() -> Dict[str, str]:
     return {"version": found.version_text, "path": found.nvcc, "toolkit": found.toolkit, "found": found.origin}
 
 
-def _compiler(*paths: Optional[str]) -> Dict[str, str]:
+def _compiler(*paths: str | None) -> dict[str, str]:
     """The first of ``paths`` that runs."""
     for path in filter(None, paths):
         answer = _output([path, "--version"])
@@ -272,13 +272,13 @@ def _compiler(*paths: Optional[str]) -> Dict[str, str]:
     return {"missing": "not found"}
 
 
-def _in_wheels(name: str) -> List[str]:
+def _in_wheels(name: str) -> list[str]:
     """A CUDA tool in the nvidia-* wheels: nvidia/cu13/bin, or nvidia/cuda_nvcc/bin in older ones."""
     found = (path for folder in sys.path for path in sorted(Path(folder or ".").glob(f"nvidia/*/bin/{name}")))
     return [str(path) for path in found]
 
 
-def _ninja_of_package() -> Optional[str]:
+def _ninja_of_package() -> str | None:
     try:
         import ninja
     except ImportError:
@@ -286,7 +286,7 @@ def _ninja_of_package() -> Optional[str]:
     return os.path.join(ninja.BIN_DIR, "ninja")
 
 
-def _output(command: Sequence[str]) -> Optional[str]:
+def _output(command: Sequence[str]) -> str | None:
     """What a command prints, or None when it cannot be run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
     """A table with aligned columns; ``right`` lists the columns to align to the right."""
-    cells: List[List[str]] = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    cells: list[list[str]] = [list(headers), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
 
     def line(row: Sequence[str]) -> str:

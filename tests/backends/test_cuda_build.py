@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 
 from gdn_multi.backends.cuda import CudaBackend, build, load_library  # noqa: E402
+
 from gdn_multi.layout import checkout_dir, csrc_dir  # noqa: E402
 
 

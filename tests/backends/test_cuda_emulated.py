@@ -15,9 +15,10 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gdn_multi.backends.cuda import build, load_library  # noqa: E402
+
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
-from gdn_multi.backends.cuda import build, load_library  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

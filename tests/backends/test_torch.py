@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-import gdn_multi
 from gdn_multi.backends.torch import prefill as torch_prefill
 from gdn_multi.backends.torch import rows
+
+import gdn_multi
 
 
 def batch(seed=0, dtype=torch.float32):

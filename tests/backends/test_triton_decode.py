@@ -24,7 +24,7 @@ from gdn_multi.request import DecodeRequest, PageTable  # noqa: E402
 from gdn_multi.slots import slots_request  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 RUNS_HERE = INTERPRETED or DEVICE.type == "cuda"
 
 runs = pytest.mark.skipif(not RUNS_HERE, reason="needs a CUDA device or TRITON_INTERPRET=1")
@@ -174,14 +174,20 @@ def test_padding(stored, tokens):
         tolerances.assert_close(r.state[row], states[i, -1], tolerances.decode_state(stored), f"state of sequence {i}")
 
 
-def same(r: DecodeRequest, other: DecodeRequest) -> None:
-    """Two ways to say the same call give the same bits."""
+def same(r: DecodeRequest, other: DecodeRequest, aligned: bool = True) -> None:
+    """Two ways to say the same call give the same bits; on a GPU, where loads of another width bring another order of
+    sums, only if both are aligned to 16 bytes."""
     decode(r)
     decode(other)
-    assert torch.equal(r.output, other.output)
-    assert torch.equal(r.state, other.state)
+    pairs = [("output", r.output, other.output), ("state", r.state, other.state)]
     if r.intermediate_states is not None:
-        assert torch.equal(r.intermediate_states, other.intermediate_states)
+        pairs.append(("intermediate states", r.intermediate_states, other.intermediate_states))
+    for name, x, y in pairs:
+        if aligned or DEVICE.type == "cpu":
+            assert torch.equal(x, y), name
+        else:
+            limit = tolerances.decode_output(F16) if name == "output" else tolerances.decode_state(x.dtype)
+            tolerances.assert_close(y, x.double().cpu(), limit, name)
 
 
 @runs
@@ -204,7 +210,7 @@ def test_views(odd, stored):
         view.copy_(x)
     other = replace(plain, q=q, k=k, v=v, a=ab[0], b=ab[1], state=pool, output=output, intermediate_states=inter)
     assert not any(x.is_contiguous() for x in (q, k, v, ab[0], output, pool, inter))
-    same(plain, other)
+    same(plain, other, aligned=odd % 8 == 0)
 
 
 @runs
@@ -217,7 +223,7 @@ def test_unaligned_pointers_after_aligned_ones():
         moved.append(y.copy_(x))
     other = replace(plain, q=moved[0], k=moved[1], state=moved[2], output=torch.empty_like(plain.output))
     assert other.q.stride() == plain.q.stride() and other.state.data_ptr() % 16 != 0
-    same(plain, other)
+    same(plain, other, aligned=False)
 
 
 @runs
@@ -462,3 +468,16 @@ def test_state_moves_16_bytes_at_a_time(stored):
     assert sum("ld.global" in line and ".v4.b32" in line for line in ptx.splitlines()) == wide
     assert len(stores) == wide + 1  # and the output
     assert "ld.local" not in ptx and "st.local" not in ptx
+
+
+def test_compilations_are_counted(monkeypatch):
+    """The count is over the kernels' own caches, device by device."""
+    from types import SimpleNamespace
+
+    from gdn_multi.backends.triton import TritonBackend, slots
+
+    backend = TritonBackend()
+    before = backend.compilations()
+    fake = SimpleNamespace(device_caches={0: ({"one": 1, "two": 2}, {}), 1: ({"one": 1}, {})})
+    monkeypatch.setattr(slots, "another_kernel", fake, raising=False)
+    assert backend.compilations() == before + 3

@@ -21,7 +21,7 @@ import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
 pytestmark = pytest.mark.skipif(
@@ -261,6 +261,8 @@ def test_float8_states_saturate(stored):
 
 @pytest.mark.parametrize("K,V", [(96, 80), (32, 16), (256, 64)])
 def test_other_head_sizes(K, V):
+    if K > 128 and DEVICE.type == "cuda":
+        pytest.skip("float32 inputs with K above 128 are refused on a GPU; conformance has K = 256 in 16 bits")
     check(tokens(Dims(1, 1, 1, K, V), (70,), dtype=F32, l2norm=True))
 
 

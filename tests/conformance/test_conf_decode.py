@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Optional, Sequence
+from collections.abc import Sequence
 
 import cases
 import pytest
@@ -39,7 +39,7 @@ class PoolCall:
         self.states = random_states(rows, step.dims)
 
     def run(
-        self, read: Sequence[int], write: Optional[Sequence[int]] = None, *, buffer: Optional[torch.Tensor] = None,
+        self, read: Sequence[int], write: Sequence[int] | None = None, *, buffer: torch.Tensor | None = None,
         update: bool = True, dtypes=(torch.int32, torch.int32), **more,
     ) -> torch.Tensor:  # fmt: skip
         step, pool, device = self.step, self.pool, self.door.device
@@ -61,7 +61,7 @@ class PoolCall:
         output, returned = self.door(gdn_multi.gated_delta_rule_decode_pretranspose, **arguments)
         assert returned is pool.tensor
         step.check_output(output, expected, padded)
-        written: Dict[int, torch.Tensor] = {to[i]: states[i, -1] for i in live} if update else {}
+        written: dict[int, torch.Tensor] = {to[i]: states[i, -1] for i in live} if update else {}
         allowed = tolerances.decode_state(pool.dtype)
         pool.check(written, allowed)
         if buffer is not None:

@@ -6,8 +6,6 @@ not be written is compared to the bit. Rule 5 needs a GPU: test_conf_gpu.py. Rul
 
 from __future__ import annotations
 
-from typing import List
-
 import cases
 import numpy
 import pytest
@@ -46,7 +44,7 @@ def test_rule_3_contents_of_unused_rows_never_matter(door):
 # --- rule 4 ---------------------------------------------------------------------------------------
 
 
-def refused(function, match: str, pools: List[torch.Tensor], **arguments) -> None:
+def refused(function, match: str, pools: list[torch.Tensor], **arguments) -> None:
     before = [bits(p) for p in pools]
     with pytest.raises(ValueError, match=match):
         function(**arguments)

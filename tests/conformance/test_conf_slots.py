@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Optional, Sequence
+from collections.abc import Sequence
 
 import pytest
 import tolerances
@@ -18,7 +18,7 @@ N_TOKENS = 64  # checkpoint interval of most tests here
 class SlotCall:
     """A call on one pool (or two, or three) with any of the slot arguments, and the rows that it must write."""
 
-    def __init__(self, door, lengths: Sequence[int], *, rows: int = 24, dims: Optional[Dims] = None, **options) -> None:
+    def __init__(self, door, lengths: Sequence[int], *, rows: int = 24, dims: Dims | None = None, **options) -> None:
         self.door = door
         self.pool_options = {n: options.pop(n) for n in ("pool_dtype", "padding") if n in options}
         options.setdefault("dtype", door.sizes.dtype)
@@ -40,14 +40,14 @@ class SlotCall:
     def run(
         self,
         *,
-        read: Optional[Sequence[int]] = None,
-        write: Optional[Sequence[int]] = None,
-        final: Optional[Pool] = None,
-        checkpoints: Optional[Pool] = None,
-        checkpoint_rows: Optional[Sequence[int]] = None,
-        prefix: Optional[Sequence[int]] = None,
+        read: Sequence[int] | None = None,
+        write: Sequence[int] | None = None,
+        final: Pool | None = None,
+        checkpoints: Pool | None = None,
+        checkpoint_rows: Sequence[int] | None = None,
+        prefix: Sequence[int] | None = None,
         every: int = 0,
-        dtypes: Optional[Dict[str, torch.dtype]] = None,
+        dtypes: dict[str, torch.dtype] | None = None,
         starts_length: int = 1,
         **more,
     ) -> torch.Tensor:
@@ -69,7 +69,7 @@ class SlotCall:
             arguments.update(initial_state=self.pool.tensor, state_indices=rows("state_indices", read))
         expected, after = tokens.reference(initial)
 
-        to_final: Dict[int, torch.Tensor] = {}
+        to_final: dict[int, torch.Tensor] = {}
         final = final or self.pool
         if read is not None and more.get("output_final_state", True):
             arguments.update(output_state=final.tensor, output_final_state=True)
@@ -79,7 +79,7 @@ class SlotCall:
                 if row >= 0 and tokens.lengths[i]:
                     to_final[row] = after[i][-1]
 
-        to_checkpoint: Dict[int, torch.Tensor] = {}
+        to_checkpoint: dict[int, torch.Tensor] = {}
         checkpoints = checkpoints or self.pool
         if every:
             before = list(prefix) if prefix is not None else [0] * n
@@ -102,7 +102,7 @@ class SlotCall:
                 checkpoint_cu_starts=rows("checkpoint_cu_starts", starts[: n + starts_length]),
             )  # fmt: skip
 
-        written: Dict[int, Dict[int, torch.Tensor]] = {}
+        written: dict[int, dict[int, torch.Tensor]] = {}
         pools = {id(p): p for p in (self.pool, final, checkpoints)}
         for pool, rows_ in ((final, to_final), (checkpoints, to_checkpoint)):
             written.setdefault(id(pool), {}).update(rows_)

@@ -7,7 +7,7 @@ call unchanged to the bit. Scalars are looked at before tensors.
 from __future__ import annotations
 
 import re
-from typing import Callable, Dict, List, Tuple
+from collections.abc import Callable
 
 import cases
 import numpy
@@ -21,7 +21,7 @@ DIMS = Dims(2, 2, 4, 16, 24)
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 META = torch.device("meta")  # a device other than q's that every machine has
 
-Call = Tuple[Callable, dict]
+Call = tuple[Callable, dict]
 
 
 # --- calls that are right --------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def on(*calls):
     return pytest.mark.parametrize("call", calls, ids=lambda c: c.__name__)
 
 
-def tensors(arguments: dict) -> List[torch.Tensor]:
+def tensors(arguments: dict) -> list[torch.Tensor]:
     """All tensors of a call with memory behind them; for a view the whole of it."""
     found = []
     for value in arguments.values():
@@ -339,7 +339,7 @@ SLOTTED = pytest.mark.parametrize(
 def test_slots(call, field):
     slots = call()[1]["slots"]
     rows = getattr(slots, field)
-    wrong: Dict[str, Tuple[torch.Tensor, str]] = {
+    wrong: dict[str, tuple[torch.Tensor, str]] = {
         "dtype": (rows.long(), "int64"),
         "float": (rows.float(), "float32"),
         "longer": (torch.cat([rows, rows[:1]]), re.escape(str([len(rows) + 1]))),

@@ -15,8 +15,9 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, List, Tuple
+from typing import List, Tuple
 
 import torch
 
@@ -85,7 +86,7 @@ def _check(args: argparse.Namespace) -> None:
     args.dtype, args.state_dtype = getattr(torch, args.dtype), getattr(torch, args.state_dtype)
 
 
-def _requests(args: argparse.Namespace) -> List[Request]:
+def _requests(args: argparse.Namespace) -> list[Request]:
     """The system prompt, one request a file, and the first file once more, with more of its text."""
     documents = [] if args.files and args.system else layout.documents()
     system = _read(args.system) if args.system else documents[0]
@@ -110,7 +111,7 @@ def _read(path: str) -> layout.Document:
     return layout.Document(path, text)
 
 
-def _cut(prefix: int, length: int, args: argparse.Namespace, index: int) -> Tuple[int, int]:
+def _cut(prefix: int, length: int, args: argparse.Namespace, index: int) -> tuple[int, int]:
     """(tokens, how many of them are decoded) of a request: cut so that decoding opens a page, each request at another
     step, where its text reaches far enough beyond a page's end."""
     total, decoded = prefix + length, min(args.decode, length)
@@ -121,7 +122,7 @@ def _cut(prefix: int, length: int, args: argparse.Namespace, index: int) -> Tupl
     return total, decoded
 
 
-def _server(args: argparse.Namespace, requests: List[Request]) -> Engine:
+def _server(args: argparse.Namespace, requests: list[Request]) -> Engine:
     sizes = args.q_heads, args.v_heads, args.head_size
     layer = Layer(*sizes, dtype=args.dtype, device=args.device, seed=args.seed)
     engine = Engine(
@@ -156,7 +157,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _serve(args: argparse.Namespace, engine: Engine, requests: List[Request]) -> int:
+def _serve(args: argparse.Namespace, engine: Engine, requests: list[Request]) -> int:
     started = time.perf_counter()
     layer, pool = engine.layer, engine.pool
     name = {dtype: str(dtype).rpartition(".")[2] for dtype in (args.dtype, args.state_dtype)}
@@ -198,7 +199,7 @@ def _serve(args: argparse.Namespace, engine: Engine, requests: List[Request]) ->
     return 1 if failures else 0
 
 
-def _failures(args: argparse.Namespace, engine: Engine, requests: List[Request], errors: List[float]) -> List[str]:
+def _failures(args: argparse.Namespace, engine: Engine, requests: list[Request], errors: list[float]) -> list[str]:
     allowed = tolerance(args.dtype, args.state_dtype)
     failures = [
         f"{request.name}: error {error:.1e} against the reference, allowed {allowed:.0e}"
@@ -210,7 +211,7 @@ def _failures(args: argparse.Namespace, engine: Engine, requests: List[Request],
     return failures
 
 
-def _table(requests: List[Request], errors: List[float]) -> str:
+def _table(requests: list[Request], errors: list[float]) -> str:
     headers = ("request", "reused", "prefilled", "decoded", "pages read", "written", "opened", "backend", "error", "ms")
     rows = [
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, List, Sequence, Tuple
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,19 +45,19 @@ class Checker:
     def __init__(self, layer: Layer, engine: Engine) -> None:
         self._layer, self._engine = layer, engine
         self._A_log, self._dt_bias = layer.A_log.cpu(), layer.dt_bias.cpu()
-        self._states: Dict[bytes, torch.Tensor] = {}
+        self._states: dict[bytes, torch.Tensor] = {}
 
     def largest_error(self, request: Request) -> float:
         page_size, heads, size = self._engine.page_size, self._layer.v_heads, self._layer.head_size
         position = request.reused
         zero = torch.zeros(heads, size, size, dtype=torch.float64)
         state = self._states[request.tokens[:position]] if position else zero
-        errors: List[float] = []
+        errors: list[float] = []
         for run, fed, served in (
             (self._prefill, request.prefill_fed, request.prefill_out),
             (self._decode, request.decode_fed, request.decode_out),
         ):
-            expected: List[torch.Tensor] = []
+            expected: list[torch.Tensor] = []
             for piece in _pieces(fed, position):
                 output, state = run(piece, state)
                 expected.append(output)
@@ -72,7 +72,7 @@ class Checker:
                 errors.append(error_of(torch.cat(served), torch.cat(expected)))
         return max(errors)
 
-    def _prefill(self, fed: Projected, state: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _prefill(self, fed: Projected, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, states = reference.prefill(
             *self._engine.prefill_arguments(fed),
             cu_seqlens=torch.tensor([0, fed.q.shape[0]]),
@@ -81,7 +81,7 @@ class Checker:
         )
         return output, states[0][-1]
 
-    def _decode(self, fed: Projected, state: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, fed: Projected, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, a, b = (x[None] for x in fed)
         output, states = reference.decode(q, k, v, self._A_log, a, self._dt_bias, b, state=state[None])
         return output[0], states[0, -1]
@@ -99,12 +99,12 @@ def _pieces(fed: Sequence[Projected], position: int) -> Iterator[Projected]:
         start = end
 
 
-def changed_pages(engine: Engine) -> List[int]:
+def changed_pages(engine: Engine) -> list[int]:
     """Complete pages that are no longer what they were when they were completed, to the bit."""
     return [page for page, was in engine.complete.items() if not _same_bits(engine.pool[page], was)]
 
 
-def touched_spare_pages(engine: Engine) -> List[int]:
+def touched_spare_pages(engine: Engine) -> list[int]:
     """Pages that no request was given and that were written all the same."""
     return [page for page in engine.spare if not engine.pool[page].isnan().all()]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Iterable, Iterator, List, Sequence, Set, Tuple
 
 import torch
 
@@ -26,19 +26,19 @@ class Request:
     tokens: bytes  #: prompt and decoded tokens
     prompt: int  #: how many of them are prefilled
 
-    pages: List[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     reused: int = 0  #: tokens taken from cached pages
     done: int = 0  #: tokens whose state is in the pool
-    read: Set[int] = field(default_factory=set)
-    written: Set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     opened: int = 0  #: pages that decode opened
-    backends: List[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
     seconds: float = 0.0  #: from its admission to its last token
     #: what the layer fed to the calls, and what came back, kept for the check
-    prefill_fed: List[Projected] = field(default_factory=list)
-    prefill_out: List[torch.Tensor] = field(default_factory=list)
-    decode_fed: List[Projected] = field(default_factory=list)
-    decode_out: List[torch.Tensor] = field(default_factory=list)
+    prefill_fed: list[Projected] = field(default_factory=list)
+    prefill_out: list[torch.Tensor] = field(default_factory=list)
+    decode_fed: list[Projected] = field(default_factory=list)
+    decode_out: list[torch.Tensor] = field(default_factory=list)
 
     def ran_on(self, backend: str) -> None:
         if backend not in self.backends:
@@ -77,9 +77,9 @@ class Engine:
         self.spare, ids = ids[: self.SPARE_PAGES], ids[self.SPARE_PAGES :]
         self._scratch, self._free = ids[:rows], ids[rows:]
         #: A page that is complete, by all the tokens up to its end.
-        self._cache: Dict[bytes, int] = {}
+        self._cache: dict[bytes, int] = {}
         #: Its contents when it was completed; nothing may change it from then on.
-        self.complete: Dict[int, torch.Tensor] = {}
+        self.complete: dict[int, torch.Tensor] = {}
         self._say = say
         self._steps = 0
 
@@ -147,7 +147,7 @@ class Engine:
         left = request.prompt - request.done
         return min(left, 0 if self._random.random() < 0.1 else self._random.randint(1, self.MOST_TOKENS))
 
-    def _prefill_step(self, work: Sequence[Tuple[Request, int]]) -> None:
+    def _prefill_step(self, work: Sequence[tuple[Request, int]]) -> None:
         started = time.perf_counter()
         text = b"".join(request.tokens[request.done : request.done + new] for request, new in work)
         if not text:
@@ -232,11 +232,11 @@ class Engine:
 
     # --- pages -------------------------------------------------------------------------------
 
-    def _page_table(self, sequences: Sequence[Tuple[Request, int]], padding_tokens: int) -> Dict[str, torch.Tensor]:
+    def _page_table(self, sequences: Sequence[tuple[Request, int]], padding_tokens: int) -> dict[str, torch.Tensor]:
         """The page table after a call that brings each request to so many tokens, padded to ``rows`` with scratch
         pages; pages that the new tokens need are taken from the free ones."""
-        pages: List[List[int]] = []
-        last: List[int] = []
+        pages: list[list[int]] = []
+        last: list[int] = []
         for request, total in sequences:
             while len(request.pages) * self.page_size < total:
                 request.pages.append(self._free.pop())
@@ -263,7 +263,7 @@ class Engine:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-def _cumulative(lengths: Iterable[int]) -> List[int]:
+def _cumulative(lengths: Iterable[int]) -> list[int]:
     sums = [0]
     for length in lengths:
         sums.append(sums[-1] + length)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gdn_multi.backends.cuda import CudaBackend, Library, build, load_library, prefill_heuristics
+
 from gdn_multi.layout import csrc_dir
 
 HERE = Path(__file__).resolve().parent
