@@ -455,7 +455,7 @@ def time_prefill(backend) -> None:
                     states = dict(initial_state=initial, final_state=torch.empty_like(initial), final_state_is_new=True)
                 inputs = dict(gate="raw", raw_qk=True, logit=True) if kind == "raw" else {}
                 request = prefill_request(lengths, heads, 128, 128, BF16, **inputs, **states)
-                cells.append(f"{flushed_median_us(lambda: backend.prefill(request), 15) * 1e-3:8.3f}")
+                cells.append(f"{flushed_median_us(lambda request=request: backend.prefill(request), 15) * 1e-3:8.3f}")
                 del request, states
             print(f"  {heads[0]:2}/{heads[2]:<3} {name:10} " + " ".join(cells), flush=True)
 

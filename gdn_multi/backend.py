@@ -40,6 +40,11 @@ class Backend:
         """
         return ()
 
+    def priority_for(self, request: Request) -> int | None:
+        """``priority`` for this request: a backend may stand behind another where a measurement says that it is slower.
+        Remembered as ``reasons_against`` is."""
+        return self.priority
+
     def detail(self, request: Request) -> str:
         """What would run inside this backend (an engine, a kernel path), for ``explain`` and ``last_backend``; may be
         empty. Remembered as ``reasons_against`` is."""

@@ -112,11 +112,17 @@ def _reasons(name: str, request: Request) -> tuple[str, ...]:
     return reasons or tuple(registry.get(name).reasons_against(request))
 
 
-def _policy() -> list[str]:
-    """Names in the automatic choice, best first."""
-    loaded = ((name, _load(name)) for name in registry.names())
-    ranked = [(b.priority, name) for name, b in loaded if isinstance(b, Backend) and b.priority is not None]
-    return [name for _, name in sorted(ranked, key=lambda pair: -pair[0])]
+def _policy(request: Request | None = None) -> list[str]:
+    """Names in the automatic choice, best first: for a request, or in general."""
+    ranked = []
+    for name in registry.names():
+        backend = _load(name)
+        if isinstance(backend, Backend) and backend.priority is not None:
+            usable = request is not None and not backend.reasons_unusable(request.device)
+            priority = backend.priority_for(request) if usable else backend.priority
+            if priority is not None:
+                ranked.append((-priority, name))
+    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _wanted(request: Request, keyword: str) -> tuple[tuple[str, ...] | None, str]:
@@ -143,7 +149,7 @@ def choose(request: Request, keyword: str) -> tuple[Backend, str]:
     names, source = _wanted(request, keyword)
     if names is not None:
         _check_known(names, source)
-    order = _expand(names)
+    order = _expand(names, request)
     slots = getattr(request, "slot_arguments", ())
     if len(order) == 1:
         check_no_slots(slots, order[0], source, getattr(request, "is_paged", False))
@@ -159,11 +165,11 @@ def choose(request: Request, keyword: str) -> tuple[Backend, str]:
     raise _refusal(request, tried, source)
 
 
-def _expand(names: tuple[str, ...] | None) -> list[str]:
+def _expand(names: tuple[str, ...] | None, request: Request) -> list[str]:
     """The order in which to ask: the names, with "auto" standing for the policy's own."""
     order: list[str] = []
     for name in names or ("auto",):
-        for one in _policy() if name == "auto" else (name,):
+        for one in _policy(request) if name == "auto" else (name,):
             if one not in order:
                 order.append(one)
     return order

@@ -28,7 +28,7 @@ import shutil
 import threading
 import warnings
 from importlib import metadata
-from typing import List, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import torch
 

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import warnings
 from importlib import metadata
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 

@@ -11,8 +11,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Optional, Tuple
+from functools import cache
 
 import torch
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Dict, NamedTuple, Optional
+from typing import NamedTuple
 
 
 class Command(NamedTuple):

@@ -159,6 +159,15 @@ def test_policy_takes_the_highest_priority_that_serves(fake):
     assert gdn_multi.last_backend().backend != "fake"
 
 
+def test_a_backend_may_rank_itself_by_the_request(fake, monkeypatch):
+    fake.priority = 10_000
+    monkeypatch.setattr(fake, "priority_for", lambda request: 1 if request.kind == "prefill" else 10_000, raising=False)
+    prefill()
+    assert gdn_multi.last_backend().backend != "fake"
+    decode()
+    assert gdn_multi.last_backend().backend == "fake"
+
+
 def test_policy_leaves_out_backends_without_priority(fake):
     prefill()
     assert fake.calls == []
