@@ -13,6 +13,7 @@ The constants are predictions (docs/performance_notes.md) until a sweep on the H
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     return Path(rows, segment, HALF_OPERANDS and request.q.dtype == torch.bfloat16)
 
 
+@functools.lru_cache(maxsize=4096)
 def fastest(
     tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False
 ) -> tuple[int, int]:
