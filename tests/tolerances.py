@@ -59,3 +59,8 @@ def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
 def assert_close(x: torch.Tensor, ref: torch.Tensor, tolerance: float, what: str) -> None:
     error = relative_error(x, ref)
     assert error <= tolerance, f"{what}: relative error {error:.3e}, allowed {tolerance:.1e}"  # false for NaN too
+
+
+def between(tolerance: float) -> float:
+    """Two answers that are each allowed ``tolerance`` from the reference."""
+    return 2 * tolerance
