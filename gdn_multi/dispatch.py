@@ -125,12 +125,16 @@ def _policy(request: Request | None = None) -> list[str]:
     return [name for _, name in sorted(ranked, key=lambda pair: pair[0])]
 
 
+#: What decided when neither the call nor the environment names a backend.
+POLICY = "the policy"
+
+
 def _wanted(request: Request, keyword: str) -> tuple[tuple[str, ...] | None, str]:
     """(names demanded, or None for the policy; what decided)."""
     if keyword != "auto":
         return (keyword,), "the backend argument"
     names, variable = env.backend_choice(_kind(request))
-    return (names, f"the environment variable {variable}") if names else (None, "the policy")
+    return (names, f"the environment variable {variable}") if names else (None, POLICY)
 
 
 def _check_known(names: tuple[str, ...], source: str) -> None:
@@ -157,10 +161,7 @@ def choose(request: Request, keyword: str) -> tuple[Backend, str]:
     for name in order:
         reasons = _reasons(name, request)
         if not reasons:
-            backend = registry.get(name)
-            if names is None and request.device.type == "cuda" and name == "torch":
-                _warn_slow(tried)
-            return backend, source
+            return registry.get(name), source
         tried[name] = reasons
     raise _refusal(request, tried, source)
 
@@ -213,28 +214,30 @@ def _warn_slow(tried: dict[str, tuple[str, ...]]) -> None:
 def run(request: Request, keyword: str = "auto") -> tuple[Backend, LastCall]:
     """Choose a backend and have it serve the request."""
     backend, source = choose(request, keyword)
+    if backend.name == "torch" and request.device.type == "cuda" and source == POLICY:
+        _warn_slow({name: _reasons(name, request) for name in _policy(request) if name != "torch"})
     if env.flag(env.CHECK):
         from .check import check
 
         check(request)
     last = LastCall(request.function, backend.name, backend.detail(request))
-    try:
-        _execute(backend, request, last, source)
-    except IndexError as error:  # values of index tensors are looked at only by the check
-        raise IndexError(
-            f"{request.function}: an index tensor holds a value out of range, and rows may have been written before it "
-            f"was met; run the call again with {env.CHECK}=1, which names the entry before anything is written ({error})"
-        ) from error
+    _execute(backend, request, last, source)
     return backend, last
 
 
 def _execute(backend: Backend, request: Request, last: LastCall, source: str) -> None:
     device = request.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    try:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                getattr(backend, request.kind)(request)
+        else:
             getattr(backend, request.kind)(request)
-    else:
-        getattr(backend, request.kind)(request)
+    except IndexError as error:  # values of index tensors are looked at only by the check
+        raise IndexError(
+            f"{request.function}: an index tensor holds a value out of range, and rows may have been written before it "
+            f"was met; run the call again with {env.CHECK}=1, which names the entry before anything is written ({error})"
+        ) from error
     _thread.last = last
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s served by %s (%s)%s", last.function, last.backend, source, last.detail and f": {last.detail}")
@@ -424,16 +427,10 @@ def explain(function: str | Callable, *args: Any, **kwargs: Any) -> Explanation:
     reasons = {name: _reasons(name, request) for name in registry.names()}
     slots = getattr(request, "slot_arguments", ())
     source = _wanted(request, keyword)[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        remembered = set(_warned)
-        try:
-            backend, source = choose(request, keyword)
-        except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-            if isinstance(error, ValueError) and not slots:
-                raise
-            return Explanation(request.function, None, source, reasons, error=str(error))
-        finally:
-            _warned.clear()
-            _warned.update(remembered)
+    try:
+        backend, source = choose(request, keyword)
+    except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        if isinstance(error, ValueError) and not slots:
+            raise
+        return Explanation(request.function, None, source, reasons, error=str(error))
     return Explanation(request.function, backend.name, source, reasons, backend.detail(request))

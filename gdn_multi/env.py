@@ -40,6 +40,21 @@ def deciding() -> tuple:
     return tuple([get(key) for key in _keys])
 
 
+def given(names: tuple[str, ...] = VARIABLES) -> dict[str, str]:
+    """Those of ``names`` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def unknown() -> list[str]:
+    """Variables that look like ours and are not."""
+    return [name for name in sorted(os.environ) if name.startswith("GDN_MULTI_") and name not in VARIABLES]
+
+
+def search_path() -> str:
+    """Where programs are looked for."""
+    return os.environ.get("PATH", "")
+
+
 def each_call_checked(values: tuple) -> bool:
     """Whether ``deciding()`` values ask for work at every call (checks, saving)."""
     return values[3] is not None or values[5] is not None

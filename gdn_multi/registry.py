@@ -62,6 +62,10 @@ class _Registry:
         self._read_entry_points()
         return list(self._factories)
 
+    def made(self) -> list[Backend]:
+        """The backends that have been asked for so far."""
+        return list(self._made.values())
+
     def get(self, name: str) -> Backend:
         """The backend of that name. KeyError when there is none, RuntimeError when it cannot be imported."""
         backend = self._made.get(name)

@@ -150,6 +150,18 @@ class PrefillRequest:
 
     kind = "prefill"
 
+    @property
+    def may_have_empty_sequences(self) -> bool:
+        """Whether a sequence of length zero cannot be excluded from what the host knows."""
+        bounds = self.cu_seqlens_cpu
+        return bounds is None or any(a == b for a, b in zip(bounds, bounds[1:]))
+
+    @property
+    def covers_all_tokens(self) -> bool:
+        """Whether the host knows that every token belongs to a sequence."""
+        bounds = self.cu_seqlens_cpu
+        return bounds is not None and bounds[0] == 0 and bounds[-1] == self.num_tokens
+
 
 @dataclass(frozen=True)
 class DecodeRequest:

@@ -206,7 +206,7 @@ def _info(arguments: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": ", ".join(sorted({torch.cuda.get_device_name(d) for d in devices})) or "cpu",
-        "environment": {n: os.environ[n] for n in env.VARIABLES if n in os.environ and n not in hidden},
+        "environment": {name: value for name, value in env.given().items() if name not in hidden},
     }
 
 

@@ -387,6 +387,15 @@ def _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_log
     return "none" if g is None else gate_domain
 
 
+def _tokens(q, k, v, g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, cu_seqlens):
+    """Check the tokens of a prefill; return (how g is to be read, sequences, (state heads, V, K))."""
+    _inputs(q, k, v, 3, ("[tokens, q heads, K]", "[tokens, k heads, K]", "[tokens, v heads, V]"))
+    heads = _heads(q.shape[1], k.shape[1], v.shape[1])
+    gate = _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, q, heads)
+    num_seqs = _cu_seqlens(cu_seqlens, q.device).shape[0] - 1
+    return gate, num_seqs, (heads, v.shape[2], q.shape[2])
+
+
 def prefill_request(
     q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, output,
     output_state, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, use_cp, state_indices, backend,
@@ -464,12 +473,10 @@ def prefill_request(
         raise ValueError("state_indices needs initial_state or output_state, got None for both")
 
     # tensors
-    _inputs(q, k, v, 3, ("[tokens, q heads, K]", "[tokens, k heads, K]", "[tokens, v heads, V]"))
-    heads = _heads(q.shape[1], k.shape[1], v.shape[1])
-    gate = _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, q, heads)
-    cu_seqlens = _cu_seqlens(cu_seqlens, q.device)
-    num_seqs = cu_seqlens.shape[0] - 1
-    sizes = (heads, v.shape[2], q.shape[2])
+    gate, num_seqs, sizes = _tokens(
+        q, k, v, g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, cu_seqlens
+    )
+    heads = sizes[0]
     rows = num_seqs if state_indices is None else None
     rows_are = "sequences" if state_indices is None else "pool rows"
     common = dict(dtypes=PREFILL_STATE_DTYPES, rows=rows, rows_are=rows_are)
@@ -573,12 +580,10 @@ def paged_prefill_request(
         scale, use_qk_l2norm_in_kernel, gate_domain, use_gate_in_kernel, beta_is_logit, backend
     )
     check_no_slots(SLOT_ARGUMENTS, backend, "the backend argument", paged=True)
-    _inputs(q, k, v, 3, ("[tokens, q heads, K]", "[tokens, k heads, K]", "[tokens, v heads, V]"))
-    heads = _heads(q.shape[1], k.shape[1], v.shape[1])
-    gate = _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, q, heads)
-    cu_seqlens = _cu_seqlens(cu_seqlens, q.device)
-    num_seqs = cu_seqlens.shape[0] - 1
-    sizes = (heads, v.shape[2], q.shape[2])
+    gate, num_seqs, sizes = _tokens(
+        q, k, v, g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, cu_seqlens
+    )
+    heads = sizes[0]
     _state("state_pool", state_pool, sizes, q.device, dtypes=PREFILL_STATE_DTYPES, rows_are="pages", written=True)
     _check_dense_rows("state_pool", state_pool)
     table = page_table(page_indices, page_indptr, last_page_len, num_seqs, q.device, page_size)

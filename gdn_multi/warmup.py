@@ -32,8 +32,7 @@ def compilations() -> int:
 
     After :func:`warmup` it does not move any more for the calls that the warm-up was told of.
     """
-    made = (registry._made.get(name) for name in registry.names())
-    return sum(backend.compilations() for backend in made if backend is not None)
+    return sum(backend.compilations() for backend in registry.made())
 
 
 def warmup(

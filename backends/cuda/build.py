@@ -124,7 +124,7 @@ def _inspect(nvcc: str, origin: str) -> Toolchain:
 
 def find_toolchain() -> Toolchain:
     """The first nvcc that works: of CUDA_HOME, PATH, the wheels, /usr/local/cuda. BuildError when there is none."""
-    return _find_toolchain(env.cuda_home(), os.environ.get("PATH", ""), tuple(sys.path))
+    return _find_toolchain(env.cuda_home(), env.search_path(), tuple(sys.path))
 
 
 @lru_cache(maxsize=8)

@@ -168,18 +168,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _may_be_empty(request: PrefillRequest) -> bool:
-    """Whether a sequence of length zero cannot be excluded."""
-    bounds = request.cu_seqlens_cpu
-    return bounds is None or any(a == b for a, b in zip(bounds, bounds[1:]))
-
-
-def _covers_all(request: PrefillRequest) -> bool:
-    """Whether every token is known to belong to a sequence."""
-    bounds = request.cu_seqlens_cpu
-    return bounds is not None and bounds[0] == 0 and bounds[-1] == request.num_tokens
-
-
 class _Plan(NamedTuple):
     """What is converted for a request, as sentences for ``detail`` and as flags for ``prefill``."""
 
@@ -421,7 +409,7 @@ def _initial_states(request: PrefillRequest, dtype: torch.dtype) -> torch.Tensor
 
 def _store_output(request: PrefillRequest, output: torch.Tensor) -> None:
     """Copy the rows of tokens that belong to a sequence; the others are zero or stay."""
-    if _covers_all(request):
+    if request.covers_all_tokens:
         request.output.copy_(output)
         return
     token = torch.arange(request.num_tokens, device=request.device)
@@ -442,7 +430,7 @@ def _store_states(request: PrefillRequest, states: torch.Tensor, initial: torch.
     target = request.final_state
     has_tokens = request.cu_seqlens[1:] > request.cu_seqlens[:-1]
     if request.final_state_is_new and request.write_rows is None:
-        if _may_be_empty(request):  # a zero-length sequence returns its initial state
+        if request.may_have_empty_sequences:  # a zero-length sequence returns its initial state
             rest = torch.zeros((), dtype=states.dtype, device=states.device) if initial is None else initial
             states = torch.where(has_tokens[:, None, None, None], states, rest)
         target.copy_(_rounded(states, target.dtype))
@@ -451,7 +439,7 @@ def _store_states(request: PrefillRequest, states: torch.Tensor, initial: torch.
     if target.dtype.itemsize == 1:  # float8 has no selection of its own
         states, target = states.view(torch.uint8), target.view(torch.uint8)
     if request.write_rows is None:
-        if _may_be_empty(request):
+        if request.may_have_empty_sequences:
             states = torch.where(has_tokens[:, None, None, None], states, target)
         target.copy_(states)
         return

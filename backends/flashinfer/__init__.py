@@ -92,18 +92,6 @@ def _same_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype)
 
 
-def _may_be_empty(request: PrefillRequest) -> bool:
-    """Whether a sequence of length zero cannot be excluded."""
-    bounds = request.cu_seqlens_cpu
-    return bounds is None or any(a == b for a, b in zip(bounds, bounds[1:]))
-
-
-def _covers_all(request: PrefillRequest) -> bool:
-    """Whether every token is known to belong to a sequence."""
-    bounds = request.cu_seqlens_cpu
-    return bounds is not None and bounds[0] == 0 and bounds[-1] == request.num_tokens
-
-
 class FlashInferBackend(Backend):
     name = "flashinfer"
     priority = None
@@ -151,7 +139,7 @@ class FlashInferBackend(Backend):
         if request.read_rows is not None or request.write_rows is not None:
             return True
         given = request.final_state is not None and not request.final_state_is_new
-        return given and _may_be_empty(request)
+        return given and request.may_have_empty_sequences
 
     def _against_prefill(self, request: PrefillRequest) -> list[str]:
         reasons: list[str] = []
@@ -217,18 +205,18 @@ class FlashInferBackend(Backend):
             said.append(f"{', '.join(weights)} converted to float32")
         if strided:
             said.append(f"{', '.join(strided)} copied to be contiguous")
-        if isinstance(request, PrefillRequest) and request.output_is_new and not _covers_all(request):
+        if isinstance(request, PrefillRequest) and request.output_is_new and not request.covers_all_tokens:
             said.append("output zeroed first, for tokens outside the sequences")
-        if isinstance(request, PrefillRequest) and request.final_state_is_new and _may_be_empty(request):
+        if isinstance(request, PrefillRequest) and request.final_state_is_new and request.may_have_empty_sequences:
             said.append("initial states copied to the final ones first, for zero-length sequences")
         return said
 
     def prefill(self, request: PrefillRequest) -> None:
         if request.pages is not None:
             request = self.with_slots(request)
-        if request.output_is_new and not _covers_all(request):
+        if request.output_is_new and not request.covers_all_tokens:
             request.output.zero_()
-        if request.final_state_is_new and _may_be_empty(request):  # what a zero-length sequence returns
+        if request.final_state_is_new and request.may_have_empty_sequences:  # what a zero-length sequence returns
             if request.initial_state is None:
                 request.final_state.zero_()
             else:
@@ -253,7 +241,7 @@ class FlashInferBackend(Backend):
             A_log=request.A_log,
             dt_bias=request.dt_bias,
             beta_is_logit=request.beta_is_logit,
-            cu_seqlens_cpu=request.cu_seqlens_cpu if _covers_all(request) else None,
+            cu_seqlens_cpu=request.cu_seqlens_cpu if request.covers_all_tokens else None,
         )
         shortest = -(-request.num_tokens // request.num_seqs)  # its own lower bound on max_seqlen
         arguments["max_seqlen"] = min(max(request.max_seqlen, shortest), request.num_tokens)
@@ -420,7 +408,7 @@ class CakeGDNBackend(FlashInferBackend):
                 "cannot promise which state rows stay untouched: give no state_indices, and leave out output_state or "
                 "give cu_seqlens_cpu without zero-length sequences"
             )
-        if not _covers_all(request):
+        if not request.covers_all_tokens:
             reasons.append("needs sequences that cover all tokens, which cu_seqlens_cpu must say")
         if request.checkpoint_every and request.checkpoint_rows is None and request.cu_seqlens_cpu is not None:
             bounds = request.cu_seqlens_cpu

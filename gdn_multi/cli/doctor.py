@@ -87,11 +87,9 @@ def gather(device: str | None = None) -> dict:
         "compilers": _compilers(),
         "device": str(chosen),
         "backends": _backends(chosen),
-        "variables": _variables(),
+        "variables": env.given((*env.VARIABLES, *FOREIGN_VARIABLES)),
         "bad_values": _bad_values(),
-        "unknown_variables": [
-            name for name in sorted(os.environ) if name.startswith("GDN_MULTI_") and name not in env.VARIABLES
-        ],
+        "unknown_variables": env.unknown(),
     }
     found["advice"] = advice(found)
     return found
@@ -204,10 +202,6 @@ def _gpus() -> list[dict[str, str]]:
             }
         )
     return gpus
-
-
-def _variables() -> dict[str, str]:
-    return {name: os.environ[name] for name in (*env.VARIABLES, *FOREIGN_VARIABLES) if name in os.environ}
 
 
 def _bad_values() -> list[str]:

@@ -82,3 +82,16 @@ def test_an_entry_of_a_sequence_without_tokens_may_be_anything():
         q, q, v, cu_seqlens=ints(0, 0, 4), initial_state=pool, output_state=pool, output_final_state=True,
         state_indices=ints(77, 1), backend="torch",
     )  # fmt: skip
+
+
+def test_a_call_like_an_earlier_one_points_to_it_too(monkeypatch):
+    monkeypatch.delenv(env.CHECK)
+    q, v, gate, head = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2), torch.zeros(2)
+    pool = torch.zeros(3, 2, 8, 8)
+    for row in (1, 1, 99):
+        call = dict(initial_state=pool, initial_state_indices=ints(row), backend="torch")
+        if row < 3:
+            gdn_multi.gated_delta_rule_decode_pretranspose(q, q, v, None, head, gate, head, gate, **call)
+            continue
+        with pytest.raises(IndexError, match="run the call again with GDN_MULTI_CHECK=1"):
+            gdn_multi.gated_delta_rule_decode_pretranspose(q, q, v, None, head, gate, head, gate, **call)
