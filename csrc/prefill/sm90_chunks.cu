@@ -37,11 +37,13 @@ struct Rows {
   float squares[kChunk];                   // |k|^2
 };
 
-// Shared memory: the tiles of k and q, and when they are done with the warps' diagonal blocks; both products; the gates.
-constexpr int kProducts = 2 * kTileBytes;
-constexpr int kGates = kProducts + 2 * kBlocks * 32 * 8 * 4;
+// Shared memory: the tiles of k and q, and in their place, when they are done with, the warps' diagonal blocks and both
+// products; the gates. Four CTAs a multiprocessor.
+constexpr int kProducts = kWarps * kDiagonals * 4;
+constexpr int kProductsEnd = kProducts + 2 * kBlocks * 32 * 8 * 4;
+constexpr int kGates = kProductsEnd > 2 * kTileBytes ? kProductsEnd : 2 * kTileBytes;
 constexpr int kBytes = 1024 + kGates + kHeadsAtMost * int(sizeof(Gates)) + int(sizeof(Rows));
-static_assert(kWarps * kDiagonals * 4 <= kProducts, "the diagonal blocks take the tiles' place");
+static_assert(4 * (kBytes + 1024) <= 228 << 10, "shared memory of a multiprocessor");
 
 __device__ __forceinline__ int tile_at(int row, int piece) { return piece / 8 * 8192 + row * 128 + ((piece ^ row) & 7) * 16; }
 
@@ -349,7 +351,7 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
   }
 
   // Below the diagonal a decay is one of three factors, all at most 1: from the source to the end of its 16 tokens, from there
-  // to the start of the target's, and from there to the target. Scores first, then -L, transposed.
+  // to the start of the target's, and from there to the target.
   float across[4][4];
   across[2][0] = gates.before[31], across[3][1] = gates.before[47], across[3][0] = across[2][0] * across[3][1];
 #pragma unroll
@@ -368,36 +370,11 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
       }
       store_block<M>(scores, i, j, s, lane);
     }
-  Right lower[4][4];
-#pragma unroll
-  for (int i = 1; i < 4; i++) {
-    float2 by[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int target = 16 * i + 8 * h + 2 * q;
-      const float2 before = *reinterpret_cast<const float2*>(&gates.before[target]);
-      const float2 beta = *reinterpret_cast<const float2*>(&gates.beta[target]);
-      by[h] = make_float2(-beta.x * before.x, -beta.y * before.y);
-    }
-#pragma unroll
-    for (int j = 0; j < i; j++) {
-      Block l;
-      load_block(l, products, keys_block(j, i), lane);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float after = gates.after[16 * j + g + 8 * e];
-        if (j < i - 1) after *= across[i][j];
-#pragma unroll
-        for (int h = 0; h < 2; h++) l[h][2 * e] *= after * by[h].x, l[h][2 * e + 1] *= after * by[h].y;
-      }
-      lower[i][j] = round_right(l);
-    }
-  }
-
   // The inverse by rows of blocks: inverse[i, j] = -(sum over m from j + 1 to i of inverse[i, m] L[m, j]) inverse[j, j].
-  Right transposed[3];
+  Right lower[4][4], transposed[3];  // -L and the diagonal blocks
 #pragma unroll
   for (int i = 0; i < 4; i++) {
+    __syncwarp();  // no load of this row goes before: registers are scarce
     Left row[4];
     {
       Block x, below;
@@ -424,8 +401,26 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
         transposed[i] = round_right(x);
       }
     }
+    float2 by[2];  // of targets: -beta and the decay from the start of their 16 tokens
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int target = 16 * i + 8 * h + 2 * q;
+      const float2 before = *reinterpret_cast<const float2*>(&gates.before[target]);
+      const float2 beta = *reinterpret_cast<const float2*>(&gates.beta[target]);
+      by[h] = make_float2(-beta.x * before.x, -beta.y * before.y);
+    }
 #pragma unroll
     for (int j = i - 1; j >= 0; j--) {
+      Block l;
+      load_block(l, products, keys_block(j, i), lane);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float after = gates.after[16 * j + g + 8 * e];
+        if (j < i - 1) after *= across[i][j];
+#pragma unroll
+        for (int h = 0; h < 2; h++) l[h][2 * e] *= after * by[h].x, l[h][2 * e + 1] *= after * by[h].y;
+      }
+      lower[i][j] = round_right(l);
       Block sum = {}, x = {};
 #pragma unroll
       for (int m = j + 1; m <= i; m++) multiply(sum, row[m], lower[m][j]);
@@ -438,7 +433,7 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
 
 // Grid: x = slot, y = share of the pass's heads.
 template <class T, class M>
-__global__ void __launch_bounds__(32 * kWarps, 3) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
   GDN_SHARED(unaligned);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int64_t slot = blockIdx.x;
@@ -478,30 +473,27 @@ __global__ void __launch_bounds__(32 * kWarps, 3) chunks(const __grid_constant__
 
   // Rows 16 warp.. of K K^T and Q K^T.
   float kk[8][4], qk[8][4];
-  {
-    uint32_t k_rows[32], q_rows[32];
+  const auto multiply_rows = [&](float(&d)[8][4], const uint8_t* tile) {
+    uint32_t a[32];
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      uint32_t a[4];
-      load_tiles(a, k_tile + tile_at(16 * warp + lane % 16, 2 * k + lane / 16));
+      uint32_t x[4];
+      load_tiles(x, tile + tile_at(16 * warp + lane % 16, 2 * k + lane / 16));
 #pragma unroll
-      for (int i = 0; i < 4; i++) k_rows[4 * k + i] = a[i];
-      load_tiles(a, q_tile + tile_at(16 * warp + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-      for (int i = 0; i < 4; i++) q_rows[4 * k + i] = a[i];
+      for (int i = 0; i < 4; i++) a[4 * k + i] = x[i];
     }
-    pin(k_rows), pin(q_rows);
-    const auto first = describe(k_tile, Layout::swizzled, 16, 1024);
-    const auto columns = [&](int k) { return first + (k / 4 * 8192 + k % 4 * 32); };
+    pin(a);
+    const auto columns = describe(k_tile, Layout::swizzled, 16, 1024);
     multiply_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_k_major<M>(kk, k_rows + 4 * k, columns(k), k > 0);
-#pragma unroll
-    for (int k = 0; k < 8; k++) multiply_k_major<M>(qk, q_rows + 4 * k, columns(k), k > 0);
+    for (int k = 0; k < 8; k++) multiply_k_major<M>(d, a + 4 * k, columns + (k / 4 * 8192 + k % 4 * 32), k > 0);
     multiply_commit();
     multiply_wait<0>();
-    pin(kk), pin(qk);
-  }
+    pin(d);
+  };
+  multiply_rows(kk, k_tile);
+  multiply_rows(qk, q_tile);
+  __syncthreads();  // the tiles are done with
 #pragma unroll
   for (int n = 0; n < 8; n++) {
     if constexpr (!std::is_same_v<T, M>) {
@@ -521,7 +513,7 @@ __global__ void __launch_bounds__(32 * kWarps, 3) chunks(const __grid_constant__
     if (n / 2 <= warp)
       products[(2 * scores_block(warp, n / 2) + n % 2) * 32 + lane] = make_float4(qk[n][0], qk[n][1], qk[n][2], qk[n][3]);
   }
-  __syncthreads();  // the products are there, and the tiles done with
+  __syncthreads();  // the products are there
   if (warp >= plan.heads_a_block) return;
   char* record = plan.record(slot, first_head + warp);
   write_gates(reinterpret_cast<float*>(record + kGatesAt), gates[warp], rows, p.scale, plan.path.segment > 0);
