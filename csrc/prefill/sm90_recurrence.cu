@@ -5,8 +5,8 @@
 //            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
 //            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead.
 //   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
-//   output   goes back through the stage's own V tile: a warp has read its columns of V when it has outputs, and nobody else
-//            reads or writes them.
+//   output   goes back through the stage's own V tile and is stored by the producers, before they fill the stage again: with
+//            the consumers doing so, a quarter of their time was spent on waiting for these stores.
 //
 // Split sequences (sm90_launch.cu) use the same code twice: the first pass has no output and starts from nothing or, for the
 // transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
@@ -49,10 +49,16 @@ struct Work {
 
 // Behind the stages: the barriers, and what is needed too seldom for a register.
 struct Common {
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages], empty[kStages], turn[2];
   Work work;
   Sequence sequence;
 };
+
+#ifndef GDN_TURNS
+#define GDN_TURNS 1
+#endif
+template <int kGroups>
+constexpr bool kTurns = kGroups == 2 && GDN_TURNS;
 
 template <int kGroups>
 constexpr int shared_bytes() {
@@ -117,7 +123,35 @@ __device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, co
   }
 }
 
-// The producers: each chunk into the next stage that is free. The first warp starts the bulk copies, one lane each.
+// A chunk's outputs, from the V tile that the consumers left them in. `output` is this thread's piece of row 0; the pieces are
+// those that it copies of V, so that a thread has read what it then overwrites.
+template <int kGroups>
+__device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& rows, uint16_t* output, int64_t stride, bool aligned, int thread) {
+  constexpr int kPieces = 8 * kGroups, kStep = kProducers / kPieces;
+  const int c = thread % kPieces, first = thread / kPieces;
+  output += first * stride;
+#pragma unroll 1
+  for (int i = 0; i < kChunk / kStep; i += 4) {
+    uint4 values[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) values[j] = *reinterpret_cast<const uint4*>(tile + v_at<kGroups>(first + (i + j) * kStep, c));
+#pragma unroll
+    for (int j = 0; j < 4; j++, output += kStep * stride) {
+      const int t = first + (i + j) * kStep;
+      if (t < rows.from || t >= rows.to) continue;
+      if (aligned) {
+        *reinterpret_cast<uint4*>(output) = values[j];
+      } else {
+        const uint32_t words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) output[e] = uint16_t(words[e / 2] >> (16 * (e % 2)));
+      }
+    }
+  }
+}
+
+// The producers: each chunk into the next stage that is free, once the outputs that the consumers left there are out. The first
+// warp starts the bulk copies, one lane each.
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void produce(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   using S = Stage<kGroups>;
@@ -147,28 +181,35 @@ __device__ __forceinline__ void produce(uint8_t* stages, Common& common, const P
   }
   const uint16_t* v = static_cast<const uint16_t*>(p.v) + work.head / p.v_group * p.v_stride.head + work.v0 +
                       sequence.first_token(work.begin) * p.v_stride.token + thread % (8 * kGroups) * 8;
-  Rows rows{sequence.from(work.begin), kChunk};
-  const int last = work.last ? sequence.to(work.end - 1) : kChunk;
+  uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + work.v0 +
+                     sequence.first_token(work.begin) * p.output_stride.token + thread % (8 * kGroups) * 8;
+  const int chunks = int(work.end - work.begin), first_row = sequence.from(work.begin);
+  const int last_row = work.last && chunks > 0 ? sequence.to(work.end - 1) : kChunk;
+  const auto rows_of = [&](int chunk) { return Rows{chunk == 0 ? first_row : 0, chunk == chunks - 1 ? last_row : kChunk}; };
   int number = 0, parity = 1;
-  for (int left = int(work.end - work.begin); left > 0; left--) {
-    if (left == 1) rows.to = last;
+  for (int chunk = 0; chunk < chunks + (kOutput ? kStages : 0); chunk++) {
     uint8_t* stage = stages + number * S::bytes;
     uint64_t* full = &common.full[number];
     barrier_wait(&common.empty[number], parity);
-    if (thread < 32) {
-      if (thread == 0) barrier_arrive_expect(full, kAll);
-      __syncwarp();
-      if (bytes > 0) bulk_copy(stage + to, from, bytes, full);
-      from += step;
+    if (kOutput && chunk >= kStages && chunk - kStages < chunks) {
+      store_output<kGroups>(stage + S::v, rows_of(chunk - kStages), output, p.output_stride.token, plan.output_aligned, thread);
+      output += kChunk * p.output_stride.token;
     }
-    if (with_v) {
-      copy_v<kGroups>(stage + S::v, p, rows, v, thread);
-      p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
-      v += kChunk * p.v_stride.token;
-    } else {
-      barrier_arrive(full);
+    if (chunk < chunks) {
+      if (thread < 32) {
+        if (thread == 0) barrier_arrive_expect(full, kAll);
+        __syncwarp();
+        if (bytes > 0) bulk_copy(stage + to, from, bytes, full);
+        from += step;
+      }
+      if (with_v) {
+        copy_v<kGroups>(stage + S::v, p, rows_of(chunk), v, thread);
+        p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
+        v += kChunk * p.v_stride.token;
+      } else {
+        barrier_arrive(full);
+      }
     }
-    rows.from = 0;
     if (++number == kStages) number = 0, parity ^= 1;
   }
 }
@@ -266,34 +307,41 @@ __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&opera
   multiply_commit();
 }
 
-// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. A V of zeros is not read.
+// V^T as accumulators are, two tokens a word. A V of zeros is not read.
+template <int kGroups>
+__device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, bool with_v, int warp, int lane) {
+  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    uint32_t tiles[4] = {0, 0, 0, 0};
+    if (with_v) load_tiles_transposed(tiles, stage + Stage<kGroups>::v + v_at<kGroups>(16 * j + row, piece));
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[4 * j + i] = tiles[i];
+  }
+}
+
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. What comes from shared memory
+// is loaded before the wait for the product that it is combined with.
 template <class T, class M, int kGroups, bool kOutput>
-__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], uint32_t (&operand)[32], float (&factor)[2],
-                                        const uint8_t* stage, bool with_v, int warp, int lane) {
+__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], uint32_t (&operand)[32],
+                                        float (&factor)[2], const uint8_t* stage, int lane) {
   using S = Stage<kGroups>;
   const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * (lane % 4);
   const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
   const Tiles<kGroups> tiles(stage);
 
   // Y^T = beta (V^T - gamma X^T)
-  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
   const auto make_y = [&](float above, float below) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      uint32_t v[4] = {0, 0, 0, 0};
-      if (with_v) load_tiles_transposed(v, stage + S::v + v_at<kGroups>(16 * j + row, piece));
+    for (int n = 0; n < 8; n++) {
+      const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int n = 2 * j + half;
-        const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float2 value = Pair<T>::unpack(v[2 * half + i]);
-          const float by = i == 0 ? above : below;
-          x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
-          x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
-        }
+      for (int i = 0; i < 2; i++) {
+        const float2 value = Pair<T>::unpack(v[2 * n + i]);
+        const float by = i == 0 ? above : below;
+        x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
+        x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
       }
     }
   };
@@ -335,6 +383,9 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
 #pragma unroll
     for (int i = 0; i < 4; i++) s[n][i] *= end;
   pin(s);
+  float2 tail[8], scale[8];
+#pragma unroll
+  for (int n = 0; n < 8; n++) tail[n] = gate(kTail, n);
   multiply_wait<kOutput ? 1 : 0>();
   pin(x);
 
@@ -342,9 +393,8 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   uint32_t tail_u[16];
 #pragma unroll
   for (int n = 0; n < 8; n++) {
-    const float2 tail = gate(kTail, n);
-    tail_u[2 * n] = Pair<M>::pack(tail.x * x[n][0], tail.y * x[n][1]);
-    tail_u[2 * n + 1] = Pair<M>::pack(tail.x * x[n][2], tail.y * x[n][3]);
+    tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
+    tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
   }
   multiply_fence();
 #pragma unroll
@@ -354,14 +404,13 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
   if constexpr (kOutput) {
     uint32_t u[16];
+#pragma unroll
+    for (int n = 0; n < 8; n++) scale[n] = gate(kScaleGamma, n);
     to_operand<M>(u, x);
     multiply_wait<1>();
     pin(o);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-      const float2 scale = gate(kScaleGamma, n);
-      o[n][0] *= scale.x, o[n][1] *= scale.y, o[n][2] *= scale.x, o[n][3] *= scale.y;
-    }
+    for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
     multiply_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);
@@ -371,39 +420,15 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   pin(s);
 }
 
-// A chunk's outputs, O^T rounded, through the stage's V tile: a warp has read its columns of V when it has outputs, and nobody
-// else reads or writes them.
+// A chunk's outputs, O^T rounded, into the stage's V tile: a warp has read its columns of V when it has outputs, and no other
+// consumer reads or writes them.
 template <int kGroups>
-__device__ __forceinline__ void store_output(const uint32_t (&o)[16], uint8_t* v_tile, int warp, int lane, const Rows& rows, uint16_t* output,
-                                             int64_t stride, bool aligned) {
+__device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* v_tile, int warp, int lane) {
   const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const uint32_t tiles[4] = {o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
     store_tiles_transposed(v_tile + v_at<kGroups>(16 * j + row, piece), tiles);
-  }
-  __syncwarp();
-  // 16 V columns a warp: two lanes a token.
-  uint4 values[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) values[j] = *reinterpret_cast<const uint4*>(v_tile + v_at<kGroups>(16 * j + lane / 2, 2 * warp + lane % 2));
-  uint16_t* to = output + lane / 2 * stride;
-  if (aligned && rows.from == 0 && rows.to == kChunk) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(to + 16 * j * stride) = values[j];
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const int t = 16 * j + lane / 2;
-    if (t < rows.from || t >= rows.to) continue;
-    if (aligned) {
-      *reinterpret_cast<uint4*>(to + 16 * j * stride) = values[j];
-    } else {
-      const uint32_t words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
-#pragma unroll
-      for (int i = 0; i < 8; i++) (to + 16 * j * stride)[i] = uint16_t(words[i / 2] >> (16 * (i % 2)));
-    }
   }
 }
 
@@ -472,25 +497,34 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     until_checkpoint = int(every - now % every < INT32_MAX ? every - now % every : INT32_MAX);
     checkpoint = int(now / every - before / every);
   }
-  Rows rows{sequence.from(work.begin), kChunk};
   const int last = work.last && work.end > work.begin ? sequence.to(work.end - 1) : kChunk;
-  uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + work.v0 +
-                     sequence.first_token(work.begin) * p.output_stride.token;
-  output += 16 * warp + lane % 2 * 8;
   int number = 0, parity = 0, left = int(work.end - work.begin);
+  // Two groups take turns with X, so that they do not want the tensor cores for the same and the other units for the same.
+  const int group = threadIdx.x / 128;
+  int turn = 1 - group;
+  const auto take_turn = [&] {
+    if constexpr (kTurns<kGroups>) barrier_wait(&common.turn[group], turn), turn ^= 1;
+  };
+  const auto pass_turn = [&] {
+    if constexpr (kTurns<kGroups>)
+      if (lane == 0) barrier_arrive(&common.turn[1 - group]);
+  };
   float x[8][4], o[8][4];
+  uint32_t v[16];
   if (left > 0) {
     barrier_wait(&common.full[0], 0);
+    take_turn();
     begin_x<M>(x, operand, Tiles<kGroups>(stages).k_columns);
+    load_v<kGroups>(v, stages, !transition, warp, lane);
     multiply_wait<0>();
     pin(x);
+    pass_turn();
   }
   // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
   for (; left > 0; left--) {
-    if (left == 1) rows.to = last;
     uint8_t* stage = stages + number * Stage<kGroups>::bytes;
     uint64_t* empty = &common.empty[number];
-    advance<T, M, kGroups, kOutput>(s, x, o, operand, factor, stage, !transition, warp, lane);
+    advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, lane);
     const float factor_of_o[2] = {factor[0], factor[1]};
     round_state<M>(operand, s, factor);
     // The last chunk has no successor: what it multiplies instead is not used.
@@ -500,6 +534,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       next = stages + number * Stage<kGroups>::bytes;
       barrier_wait(&common.full[number], parity);
     }
+    take_turn();
     begin_x<M>(x, operand, Tiles<kGroups>(next).k_columns);
     if constexpr (kOutput) {
       multiply_wait<1>();
@@ -510,16 +545,17 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       }
       uint32_t rounded[16];
       to_operand<T>(rounded, o);
-      store_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane, rows, output, p.output_stride.token, plan.output_aligned);
-      output += kChunk * p.output_stride.token;
+      put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty);
+    if (left > 1) load_v<kGroups>(v, next, !transition, warp, lane);
     multiply_wait<0>();
     pin(x);
+    pass_turn();
     if constexpr (kOutput) {
       // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
-      if (--until_checkpoint == 0 && rows.to == kChunk) {
+      if (--until_checkpoint == 0 && (left > 1 || last == kChunk)) {
         const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
         const int64_t entry = sequence.starts + checkpoint;
         const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
@@ -527,7 +563,6 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         until_checkpoint = interval, checkpoint++;
       }
     }
-    rows.from = 0;
   }
   if constexpr (kOutput) {
     if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
@@ -565,6 +600,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       barrier_init(&common.full[i], kProducers + 1);
       barrier_init(&common.empty[i], 4 * kGroups);
     }
+    barrier_init(&common.turn[0], 4), barrier_init(&common.turn[1], 4);
     barrier_init_done();
   }
   for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
@@ -601,10 +637,10 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   if (threadIdx.x == 0) common.work = work, common.sequence = sequence;
   __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
-    if constexpr (kGroups == 2) registers_down<40>();
+    if constexpr (kGroups == 2) registers_down<56>();
     produce<kGroups, kOutput>(stages, common, p, plan);
   } else {
-    if constexpr (kGroups == 2) registers_up<232>();
+    if constexpr (kGroups == 2) registers_up<224>();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
   }
 }

@@ -32,7 +32,7 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Pages:
-    """A page table whose sequences have one full page of prefix, and the pool behind it."""
+    """A page table whose sequences have a prefix, by default one full page, and the pool behind it."""
 
     pool: torch.Tensor
     page_indices: torch.Tensor
@@ -111,12 +111,15 @@ def draw_prefill(row: PrefillRow, device: torch.device, seed: int, page_size: in
 
 def _prefill_pages(inputs: PrefillInputs, page_size: int, seed: int) -> Pages:
     row, device = inputs.row, inputs.q.device
-    counts = [1 + -(-length // page_size) for length in row.lengths]
+    prefixes = row.prefixes or (page_size,) * len(row.lengths)
+    totals = [prefix + length for prefix, length in zip(prefixes, row.lengths)]
+    counts = [-(-tokens // page_size) for tokens in totals]
     total = sum(counts)
     ids = torch.randperm(total + 1, generator=torch.Generator().manual_seed(seed))[:total]  # one page stays unused
     indptr = torch.tensor([0] + counts).cumsum(0)
-    last_len = torch.tensor([(length - 1) % page_size + 1 for length in row.lengths])
-    read = ids[indptr[:-1]].tolist()
+    last_len = torch.tensor([(tokens - 1) % page_size + 1 for tokens in totals])
+    # A prefix has at least one token: its state is in the page that holds the last of them.
+    read = ids[indptr[:-1] + torch.tensor([(prefix - 1) // page_size for prefix in prefixes])].tolist()
     last = ids[indptr[1:] - 1].tolist()
     shape = (total + 1,) + inputs.initial_state.shape[1:]
     pool = torch.full(shape, float("nan"), device=device, dtype=inputs.initial_state.dtype)

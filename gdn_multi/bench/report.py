@@ -152,6 +152,18 @@ def spread_table(rows: Sequence[RowResult], contenders: Sequence[Contender]) -> 
     return aligned(lines)
 
 
+def above_neighbours(xs: Sequence[float], times: Sequence[float]) -> list[float | None]:
+    """By what factor each time is above the line between its neighbours, both axes logarithmic; None at the ends.
+
+    ``xs`` increase. A cliff of a sweep is a point with a large factor.
+    """
+    factors: list[float | None] = [None] * len(xs)
+    for i in range(1, len(xs) - 1):
+        along = math.log(xs[i] / xs[i - 1]) / math.log(xs[i + 1] / xs[i - 1])
+        factors[i] = times[i] / (times[i - 1] ** (1 - along) * times[i + 1] ** along)
+    return factors
+
+
 def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 

@@ -28,6 +28,7 @@ class PrefillRow:
     gates: str = "model"
     head_size: int = 128
     state_dtype: str = "float32"
+    prefixes: tuple[int, ...] = ()  #: tokens before each sequence's, for paged calls; (): a full page each
 
     @property
     def heads(self) -> str:

@@ -40,10 +40,10 @@ def _summary(times: list[float], graph: bool, note: str) -> Timing:
 
 
 class Timer:
-    """Times calls on one device; ``budget`` is in seconds a call."""
+    """Times calls on one device; ``budget`` is in seconds a call, beyond the ``fewest`` replays."""
 
-    def __init__(self, device: torch.device, budget: float):
-        self.device, self.budget = device, budget
+    def __init__(self, device: torch.device, budget: float, fewest: int = FEWEST):
+        self.device, self.budget, self.fewest = device, budget, fewest
         self._flush: torch.Tensor | None = None
         if device.type == "cuda":
             l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
@@ -101,7 +101,7 @@ class Timer:
         first = time.perf_counter()
         run(3)
         each = max((time.perf_counter() - first) / 3, 1e-6)
-        return _summary(run(max(FEWEST, min(MOST, int(self.budget / each)))), graph, note)
+        return _summary(run(max(self.fewest, min(MOST, int(self.budget / each)))), graph, note)
 
     def _wall_clock(self, call: Callable[[], object]) -> Timing:
         times: list[float] = []

@@ -119,6 +119,22 @@ def test_page_tables_say_what_the_inputs_say(prefill):
     assert read == drawn.read_rows.tolist() and write == drawn.write_rows.tolist() and read != write
 
 
+def test_prefixes_that_end_anywhere():
+    row = rows.PrefillRow(1, 2, (130, 1, 64, 70), head_size=16, prefixes=(1, 63, 64, 200))
+    drawn = inputs.draw_prefill(row, CPU, 0, 64)
+    pages = drawn.pages
+    slots = reference.prefill_slots(
+        drawn.cu_seqlens, pages.page_indices, pages.page_indptr, pages.page_size, pages.last_page_len
+    )
+    assert slots["read"] == pages.read and slots["prefix"] == [1, 63, 64, 200]
+    right = truth.prefill_truth(drawn, range(2))
+    for contender in ours.contenders(["torch"], ["paged", "slots"]):
+        call = contender.prefill(drawn)
+        call.reset()
+        call.run()
+        assert all(truth.relative_error(x, y) < 1e-2 for x, y in zip(call.read(), right))
+
+
 def test_relative_error_of_nan_is_infinite():
     right = torch.ones(3, dtype=torch.float64)
     assert truth.relative_error(torch.tensor([1.0, float("nan"), 1.0]), right) == math.inf
@@ -219,6 +235,13 @@ def test_summary_counts_ratios_and_paged_cost():
     lines = report.summary([row], contenders)
     assert any(line.startswith("mine: best peer / ours 2.00") and "no row slower" in line for line in lines)
     assert any("mine:paged over mine: at most +10.0%" in line and "1 of 1 rows above 5%" in line for line in lines)
+
+
+def test_points_above_their_neighbours():
+    even = report.above_neighbours([1, 3, 9, 40], [2.0, 6.0, 18.0, 80.0])
+    assert even[0] is even[-1] is None and even[1:3] == pytest.approx([1, 1])
+    cliff = report.above_neighbours([1, 10, 100], [1.0, 20.0, 100.0])
+    assert cliff[1] == pytest.approx(2)
 
 
 def test_figures_of_an_earlier_run(tmp_path, capsys):
