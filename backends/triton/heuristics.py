@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .launch import supports_dependent_launch
+
 
 class Tiles(NamedTuple):
     """How the kernels are cut and compiled for one head size and dtype; a sequence's bits may depend on it."""
@@ -29,8 +31,8 @@ class Tiles(NamedTuple):
     scan_stages: int
 
 
-#: For tests and the tuning script: fields of Tiles, or "segment_chunks", that replace the choice. Clear
-#: ``prefill.plans`` after a change.
+#: For tests and the tuning script: fields of Tiles, "segment_chunks", "dependent" or "early", that replace the choice.
+#: Clear ``prefill.plans`` after a change.
 OVERRIDES: dict[str, Any] = {}
 
 #: (kind of GPU, 16-bit inputs, K <= 128) -> tiles. A block of 64 rows is a warpgroup's share on sm_90; elsewhere the
@@ -67,6 +69,25 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _dependent(device: torch.device) -> bool:
+    return supports_dependent_launch(device)
+
+
+def dependent(device: torch.device) -> bool:
+    """Whether the kernels behind the first are launched so that they may start before it has ended."""
+    return OVERRIDES.get("dependent", True) and _dependent(device)
+
+
+def early(programs: int, exclusive: bool, sms: int) -> bool:
+    """Whether the programs of a dependent kernel should take their places as soon as there is room for any.
+
+    They look up their sequence and read its first state meanwhile. But where an SM has room for two and most SMs are
+    still taken, two would share one while others are left idle: so only where two must share, or cannot.
+    """
+    return OVERRIDES.get("early", exclusive or programs > sms)
 
 
 @cache

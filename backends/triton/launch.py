@@ -21,6 +21,19 @@ _data_ptr = torch.Tensor.data_ptr
 #: As Triton's launcher would find it, but without looking for the current device first.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it still runs (option ``launch_pdl``; gdc_wait waits for it)."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: F401
+    except ImportError:
+        return False
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__
+
+
 #: Compiled kernels take all arguments, constants included, from Triton 3.3 on.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 

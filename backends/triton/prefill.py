@@ -3,6 +3,9 @@
 What follows from shapes, strides and dtypes is worked out once and kept as a plan; a call then allocates its work area
 and launches. Nothing here depends on the contents of a tensor.
 
+From sm_90 on the launches behind the first are dependent launches: their programs take their places, and read what was
+there before the call, while the kernel before is still ending.
+
 The work area of a call, in bytes
     16896 for each chunk of 64 tokens and head with 16-bit inputs (264 a token and head; 33280 with float32), with a
     chunk more for each sequence, two with prefixes;
@@ -110,6 +113,10 @@ def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torc
 
 
 def plan_for(request: PrefillRequest) -> Plan:
+    # A call asks twice, to say what it did and to do it: the plan stays with its request.
+    plan = request.__dict__.get("triton_plan")
+    if plan is not None:
+        return plan
     key = _key(request)
     plan = plans.get(key)
     if plan is None:
@@ -117,6 +124,7 @@ def plan_for(request: PrefillRequest) -> Plan:
         if len(plans) >= _MAX_PLANS:
             plans.pop(next(iter(plans)), None)
         plans[key] = plan
+    request.__dict__["triton_plan"] = plan
     return plan
 
 
@@ -181,6 +189,17 @@ def _plan(r: PrefillRequest) -> Plan:
     registers = {}
     if tile.prepare_regs and inverse == "fp16" and torch.version.hip is None:
         registers["maxnreg"] = tile.prepare_regs
+    v_blocks, k_blocks = triton.cdiv(V, tile.block_v), triton.cdiv(K, tile.block_v)
+    cut = _segment_chunks(r, v_blocks, k_blocks, sms)
+    # What runs behind the first kernel: all programs, and those that surely have work where sequences fill the tokens.
+    segments = T // (CHUNK * cut) + extra * N if cut else N
+    full = T // (CHUNK * cut) if cut else N
+    alone = segments * v_blocks * heads <= sms and not r.batch_invariant
+    dependent = heuristics.dependent(r.device)
+    last_early = dependent and heuristics.early(full * v_blocks * heads, alone, sms)
+    local_early = dependent and heuristics.early(full * (v_blocks + k_blocks) * heads, False, sms)
+    behind = {"launch_pdl": True} if dependent else {}
+
     prepare = Launch(
         kernels.prepare, (slots * (heads // together),), r.device,
         (
@@ -188,13 +207,12 @@ def _plan(r: PrefillRequest) -> Plan:
             T, N, heads, q_group, k_group, page_size, r.scale,
             together, K, V, block_k, 32,
             r.gate, "none" if r.beta is None else "logit" if r.beta_is_logit else "plain", r.use_qk_l2norm, prefix_kind,
-            r.output_is_new, extra, record, dot, inverse,
+            r.output_is_new, extra, record, dot, inverse, local_early if cut else last_early,
+            max(4, triton.next_power_of_2(together)),
         ),
         num_warps=tile.prepare_warps, num_stages=1, **registers,
     )  # fmt: skip
 
-    v_blocks, k_blocks = triton.cdiv(V, tile.block_v), triton.cdiv(K, tile.block_v)
-    cut = _segment_chunks(r, v_blocks, k_blocks, sms)
     strides = [x.stride() for x in (r.q, r.k, r.v, r.output)]
     if r.use_qk_l2norm:
         strides[:2] = (r.num_q_heads * K, K), (r.num_k_heads * K, K)
@@ -202,11 +220,9 @@ def _plan(r: PrefillRequest) -> Plan:
     paged = r.pages is not None
 
     def recur(part: int, programs: int) -> Launch:
-        stages = tile.recur_stages
+        stages = tile.alone_stages if alone else tile.recur_stages
         if part == kernels.LOCAL.value:
             stages = tile.local_stages
-        elif programs * heads <= sms and not r.batch_invariant:
-            stages = tile.alone_stages
         return Launch(
             kernels.recur, (programs * heads,), r.device,
             (
@@ -216,20 +232,22 @@ def _plan(r: PrefillRequest) -> Plan:
                 *token_strides, K, V, block_k, tile.block_v, part, prefix_kind, extra, record,
                 r.initial_state is not None, r.read_rows is not None, r.final_state is not None,
                 r.write_rows is not None, r.final_state_is_new, r.checkpoint_every > 0,
-                r.checkpoint_rows is not None or paged, dot,
+                r.checkpoint_rows is not None or paged, dot, dependent, dependent and part == kernels.LOCAL.value,
             ),
-            num_warps=tile.recur_warps, num_stages=stages,
+            num_warps=tile.recur_warps, num_stages=stages, **behind,
         )  # fmt: skip
 
     normed = (T * r.num_q_heads * K, T * r.num_k_heads * K) if r.use_qk_l2norm else None
     if not cut:
         whole = recur(kernels.WHOLE.value, N * v_blocks)
         return Plan(prepare, whole, None, None, slots * heads * record, normed, 0, "whole sequences")
-    segments = T // (CHUNK * cut) + extra * N
     scan = Launch(
         kernels.scan, (N * heads * triton.cdiv(V, tile.scan_block),), r.device,
-        (heads, page_size, cut, K, V, block_k, tile.scan_block, prefix_kind, extra, _scan_precision(r.q.dtype)),
-        num_warps=tile.scan_warps, num_stages=tile.scan_stages,
+        (
+            heads, page_size, cut, K, V, block_k, tile.scan_block, prefix_kind, extra, _scan_precision(r.q.dtype),
+            dependent, last_early,
+        ),
+        num_warps=tile.scan_warps, num_stages=tile.scan_stages, **behind,
     )  # fmt: skip
     return Plan(
         prepare,

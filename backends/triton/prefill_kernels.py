@@ -93,7 +93,9 @@ def _first_slot(begin, first_token, i, slot_tokens, EXTRA: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of_slot(slot, cu_seqlens, num_seqs, slot_tokens, EXTRA: tl.constexpr):
+def _sequence_of_slot(
+    slot, cu_seqlens, prefixes, last_page_len, num_seqs, slot_tokens, PREFIX: tl.constexpr, EXTRA: tl.constexpr
+):
     """The last sequence whose first slot is not after ``slot``."""
     BLOCK: tl.constexpr = 128
     first_token = tl.load(cu_seqlens).to(tl.int64)
@@ -102,8 +104,45 @@ def _sequence_of_slot(slot, cu_seqlens, num_seqs, slot_tokens, EXTRA: tl.constex
         i = i0 + tl.arange(0, BLOCK)
         begin = tl.load(cu_seqlens + i, mask=i < num_seqs, other=0).to(tl.int64)
         before = (i < num_seqs) & (_first_slot(begin, first_token, i, slot_tokens, EXTRA) <= slot)
+        # Nothing there is negative: this asks for the lines that are read when the sequence is known, while cu_seqlens
+        # is on its way.
+        if PREFIX != NO_PREFIX:
+            before = before & (tl.load(prefixes + i, mask=i < num_seqs, other=0) >= 0)
+        if PREFIX == PAGES:
+            before = before & (tl.load(last_page_len + i, mask=i < num_seqs, other=0) >= 0)
         found += tl.sum(before.to(tl.int32), axis=0)
     return found - 1
+
+
+@triton.jit
+def _sequence_of_segment(slot, cu_seqlens, num_seqs, slot_tokens, EXTRA: tl.constexpr):
+    """The same by bisection. It takes longer for many sequences, but after a reduction the assembler no longer knows
+    that a warp's threads are together, and computes the descriptors of every product of ``recur`` again."""
+    first_token = tl.load(cu_seqlens).to(tl.int64)
+    low = 0
+    high = tl.minimum(num_seqs - 1, slot // EXTRA)
+    while low < high:
+        i = (low + high + 1) // 2
+        if _first_slot(tl.load(cu_seqlens + i).to(tl.int64), first_token, i, slot_tokens, EXTRA) <= slot:
+            low = i
+        else:
+            high = i - 1
+    return low
+
+
+@triton.jit
+def _release(ON: tl.constexpr):
+    """Let the next kernel's programs start where there is room, once all programs of this one have come here."""
+    if ON:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(ON: tl.constexpr):
+    """Wait until the kernel before has ended. Every program comes here, also one that has nothing to do: the kernel
+    after this one takes its end for that of all before it."""
+    if ON:
+        tl.extra.cuda.gdc_wait()
 
 
 # --- T, P and the decays -------------------------------------------------------------------------
@@ -148,36 +187,6 @@ def _unit_lower_inverse(L, PRECISION: tl.constexpr):
     return X
 
 
-@triton.jit
-def _gates(
-    g, beta, A_log, dt_bias, t, h, mask, g_stride_t, g_stride_h, beta_stride_t, beta_stride_h,
-    GATE: tl.constexpr, BETA: tl.constexpr,
-):  # fmt: skip
-    """Gate, A_log, dt_bias and beta of tokens ``t`` and head ``h`` as they lie in memory; 0 where there is none."""
-    gate = 0.0
-    a = 0.0
-    bias = 0.0
-    b = 0.0
-    if GATE != "none":
-        gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=mask, other=0.0)
-    if GATE == "raw":
-        a = tl.load(A_log + h).to(tl.float32)
-        bias = tl.load(dt_bias + h).to(tl.float32)
-    if BETA != "none":
-        b = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=mask, other=0.0)
-    return gate, a, bias, b
-
-
-@triton.jit
-def _first_half(x):
-    """The first 64 of 128 values of which the others are zero.
-
-    What is done for a token is done on 128 values, a thread each: of 64 the compiler would give every thread eight,
-    to save the conversion of a layout, and work on them eight times.
-    """
-    return tl.sum(tl.reshape(x, (2, CHUNK)), axis=0)
-
-
 @_kernel
 def prepare(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, prefixes, last_page_len,
@@ -190,13 +199,14 @@ def prepare(
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, PREFIX: tl.constexpr,
     ZERO_OUTSIDE: tl.constexpr, EXTRA: tl.constexpr, RECORD: tl.constexpr,
-    DOT: tl.constexpr, INVERSE: tl.constexpr,
+    DOT: tl.constexpr, INVERSE: tl.constexpr, RELEASE: tl.constexpr, HEADS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Records of one chunk for HEADS state heads that share a q and a k head. Grid: slots x head blocks.
 
     A record is T and P [64, 64] in q's dtype, then gamma and gamma_63 / gamma [64] in float32.
     BETA is "none", "plain" or "logit". DOT and INVERSE are the input precisions of float32 products.
     """
+    _release(RELEASE)
     head_blocks = num_heads // HEADS
     pid = tl.program_id(0)
     slot = pid // head_blocks
@@ -216,7 +226,7 @@ def prepare(
                     at = output + t[:, None] * o_stride_t + bare_head * o_stride_h + d[None, :]
                     tl.store(at, tl.zeros((CHUNK, BLOCK_V), dtype), mask=bare[:, None] & (d < V)[None, :])
 
-    i = _sequence_of_slot(slot, cu_seqlens, num_seqs, CHUNK, EXTRA)
+    i = _sequence_of_slot(slot, cu_seqlens, prefixes, last_page_len, num_seqs, CHUNK, PREFIX, EXTRA)
     begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
     chunk = slot - _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, CHUNK, EXTRA)
     first = begin - prefix % CHUNK + chunk * CHUNK
@@ -251,25 +261,51 @@ def prepare(
     row = r[:, None]
     col = r[None, :]
     wide_slot = slot.to(tl.int64)
-    # A thread for each token, and as many that idle: see _first_half.
-    lane = tl.arange(0, 2 * CHUNK)
-    lane_inside = (lane >= low) & (lane < high)
-    lane_t = first + lane
-    gate, a, bias, b = _gates(
-        g, beta, A_log, dt_bias, lane_t, first_head, lane_inside, g_stride_t, g_stride_h, beta_stride_t, beta_stride_h,
-        GATE, BETA,
-    )  # fmt: skip
+    # What is one value a token, for all heads at once. A conversion between the layouts that this wants and those of
+    # the products would be a trip through shared memory with two barriers, for each value and head. They go through the
+    # place of T instead, where every thread then finds what it needs.
+    is_head = tl.arange(0, HEADS_PADDED) < HEADS
+    h = first_head + tl.arange(0, HEADS_PADDED)
+    here = is_head[:, None] & inside[None, :]
+    first_record = records + (wide_slot * num_heads + first_head) * RECORD
+    spares = first_record.to(tl.pointer_type(tl.float32), bitcast=True)
+    spares += tl.arange(0, HEADS_PADDED)[:, None] * (RECORD // 4) + col
+    vectors = spares + (RECORD // 4 - 2 * CHUNK)
+    if GATE == "none":
+        ones = tl.full((HEADS_PADDED, CHUNK), 1.0, tl.float32)
+        tl.store(vectors, ones, mask=is_head[:, None])
+        tl.store(vectors + CHUNK, ones, mask=is_head[:, None])
+    else:
+        gate = tl.load(g + t[None, :] * g_stride_t + h[:, None] * g_stride_h, mask=here, other=0.0).to(tl.float32)
+        a = 0.0
+        bias = 0.0
+        if GATE == "raw":
+            a = tl.load(A_log + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
+            bias = tl.load(dt_bias + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
+        decay = tl.where(here, log2_decay(gate, a, bias, GATE), 0.0)
+        # A decay to zero is counted rather than summed: the others keep their precision, and 0 - 0 is no NaN.
+        stop = decay <= LOG2_ZERO
+        decay = tl.cumsum(tl.where(stop, 0.0, decay), axis=1)
+        stops = tl.cumsum(stop.to(tl.int32), axis=1)
+        last = tl.sum(tl.where(col == CHUNK - 1, decay, 0.0), axis=1)[:, None]
+        last_stops = tl.sum(tl.where(col == CHUNK - 1, stops, 0), axis=1)[:, None]
+        tl.store(vectors, tl.where(stops == 0, tl.exp2(decay), 0.0), mask=is_head[:, None])
+        rest = tl.where(stops == last_stops, tl.exp2(last - decay), 0.0)
+        tl.store(vectors + CHUNK, rest, mask=is_head[:, None])
+        tl.store(spares, decay, mask=is_head[:, None])
+        tl.store(spares + CHUNK, stops.to(tl.float32), mask=is_head[:, None])
+    if BETA != "none":
+        b = tl.load(beta + t[None, :] * beta_stride_t + h[:, None] * beta_stride_h, mask=here, other=0.0)
+        if BETA == "logit":
+            b = sigmoid(b.to(tl.float32)).to(beta.dtype.element_ty)
+        tl.store(spares + 2 * CHUNK, tl.where(here, b.to(tl.float32), 0.0), mask=is_head[:, None])
+    if GATE != "none" or BETA != "none":
+        tl.debug_barrier()
     for j in range(HEADS):
-        h = first_head + j
-        # The next head's gates are asked for before this head's work.
-        next_gate, next_a, next_bias, next_b = _gates(
-            g, beta, A_log, dt_bias, lane_t, h + (j < HEADS - 1), lane_inside & (j < HEADS - 1), g_stride_t, g_stride_h,
-            beta_stride_t, beta_stride_h, GATE, BETA,
-        )  # fmt: skip
-        record = records + (wide_slot * num_heads + h) * RECORD
+        record = first_record + j * RECORD
         T_out = record.to(tl.pointer_type(dtype), bitcast=True)
         P_out = T_out + CHUNK * CHUNK
-        vectors = (P_out + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
+        spare = record.to(tl.pointer_type(tl.float32), bitcast=True)
 
         # All heads have the same Q K^T and K K^T, but making them again from the tiles in shared memory is cheaper than
         # keeping them in registers: a zero that looks new in every turn keeps the compiler from moving them ahead.
@@ -277,39 +313,22 @@ def prepare(
         if HEADS > 1:
             zero += j * 0.0
         lower = row >= col
-        if GATE == "none":
-            D = 1.0
-            tl.store(vectors + r, tl.full((CHUNK,), 1.0, tl.float32))
-            tl.store(vectors + CHUNK + r, tl.full((CHUNK,), 1.0, tl.float32))
+        D = 1.0
+        if GATE != "none":
+            lower = lower & (tl.load(spare + CHUNK + row) == tl.load(spare + CHUNK + col))
+            D = tl.exp2(tl.load(spare + row) - tl.load(spare + col))
+        if BETA == "none":
+            b_row = tl.where(inside, 1.0, 0.0)[:, None]
+            b_col = tl.where(inside, 1.0, 0.0)[None, :]
         else:
-            decay = tl.where(lane_inside, log2_decay(gate.to(tl.float32), a, bias, GATE), 0.0)
-            decay = _first_half(tl.where(decay <= LOG2_ZERO, LOG2_ZERO, decay))
-            # A decay to zero is counted rather than summed: the others keep their precision, and 0 - 0 is no NaN.
-            stop = decay <= LOG2_ZERO
-            decay = tl.cumsum(tl.where(stop, 0.0, decay), axis=0)
-            stops = tl.cumsum(stop.to(tl.int32), axis=0)
-            last = tl.sum(tl.where(r == CHUNK - 1, decay, 0.0), axis=0)
-            last_stops = tl.sum(tl.where(r == CHUNK - 1, stops, 0), axis=0)
-            tl.store(vectors + r, tl.where(stops == 0, tl.exp2(decay), 0.0))
-            tl.store(vectors + CHUNK + r, tl.where(stops == last_stops, tl.exp2(last - decay), 0.0))
-            lower = lower & (stops[:, None] == stops[None, :])
-            D = tl.exp2(decay[:, None] - decay[None, :])
+            b_row = tl.load(spare + 2 * CHUNK + row)
+            b_col = tl.load(spare + 2 * CHUNK + col)
         qk = tl.dot(tile_q, keys, zero, input_precision=DOT) * D
         tl.store(P_out + row * CHUNK + col, tl.where(lower, qk * scale, 0.0).to(dtype))
 
-        if BETA == "none":
-            b64 = tl.where(inside, 1.0, 0.0)
-        else:
-            if BETA == "logit":
-                b = sigmoid(b.to(tl.float32)).to(beta.dtype.element_ty)
-            b64 = _first_half(tl.where(lane_inside, b.to(tl.float32), 0.0))
         kk = tl.dot(tile_k, keys, zero, input_precision=DOT) * D
-        X = _unit_lower_inverse(tl.where(lower & (row != col), kk * b64[:, None], 0.0), INVERSE)
-        tl.store(T_out + row * CHUNK + col, (X * b64[None, :]).to(dtype))
-        gate = next_gate
-        a = next_a
-        bias = next_bias
-        b = next_b
+        X = _unit_lower_inverse(tl.where(lower & (row != col), kk * b_row, 0.0), INVERSE)
+        tl.store(T_out + row * CHUNK + col, (X * b_col).to(dtype))
 
 
 # --- along the sequence --------------------------------------------------------------------------
@@ -336,6 +355,16 @@ def _store_state(
         tl.store(states + piece * WIDTH + at, to_state(x, states.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _checkpoint_row(checkpoint, chunk, full_chunks, checkpoint_rows, LISTED: tl.constexpr):
+    """The row of the checkpoint behind ``chunk``; -1 where it is to be skipped, or the sequence ends before."""
+    exists = chunk < full_chunks
+    if LISTED:
+        return tl.load(checkpoint_rows + checkpoint, mask=exists, other=-1).to(tl.int64)
+    else:
+        return tl.where(exists, checkpoint, -1)
+
+
 @_kernel
 def recur(
     q, k, v, records, output, segments,
@@ -352,7 +381,7 @@ def recur(
     PART: tl.constexpr, PREFIX: tl.constexpr, EXTRA: tl.constexpr, RECORD: tl.constexpr,
     INITIAL: tl.constexpr, READ_ROWS: tl.constexpr, FINAL_STATE: tl.constexpr, WRITE_ROWS: tl.constexpr,
     FILL_EMPTY: tl.constexpr, CHECKPOINTS: tl.constexpr, CHECKPOINT_ROWS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, AFTER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V rows of one head's state along a sequence (or a segment of it).
 
@@ -366,6 +395,7 @@ def recur(
     V_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_BLOCKS: tl.constexpr = (K + BLOCK_V - 1) // BLOCK_V if PART == LOCAL else 0
     pid = tl.program_id(0)
+    _release(RELEASE)
     block = pid % (V_BLOCKS + K_BLOCKS)
     pid = pid // (V_BLOCKS + K_BLOCKS)
     h = (pid % num_heads).to(tl.int64)
@@ -374,7 +404,7 @@ def recur(
     if PART == WHOLE:
         i = place
     else:
-        i = _sequence_of_slot(place, cu_seqlens, num_seqs, segment_chunks * CHUNK, EXTRA)
+        i = _sequence_of_segment(place, cu_seqlens, num_seqs, segment_chunks * CHUNK, EXTRA)
     begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
     first_token = tl.load(cu_seqlens).to(tl.int64)
     if PREFIX == PAGES:
@@ -390,6 +420,7 @@ def recur(
         from_chunk = segment * segment_chunks
         to_chunk = tl.minimum(from_chunk + segment_chunks, num_chunks)
         if (from_chunk >= num_chunks) & (segment > 0):
+            _wait(AFTER)
             return
     is_last = to_chunk == num_chunks
 
@@ -401,6 +432,7 @@ def recur(
         limit = tl.where(is_transition, K, V)
         v_limit = tl.where(is_transition, 0, V)  # the tokens of a transition have v = 0
         if is_transition & ((segment == 0) | is_last):
+            _wait(AFTER)
             return
     else:
         rows = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -411,15 +443,11 @@ def recur(
     segment_head = (place.to(tl.int64) * num_heads + h) * (V + K)
 
     S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
-    from_initial = segment == 0
-    if PART == FINAL:
-        S = tl.load(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], mask=state_mask, other=0.0)
-        from_initial = False
     if PART == LOCAL:
         if is_transition:
             S = tl.where(rows[:, None] == d[None, :], 1.0, 0.0)
-    if INITIAL:
-        if from_initial:
+    if INITIAL and PART != FINAL:
+        if segment == 0:
             row = i.to(tl.int64)
             if PREFIX == PAGES:
                 # The page that holds the token before the first new one. In 32 bits: a division of 64 is a call, for
@@ -434,18 +462,14 @@ def recur(
             at += wide_rows[:, None] * initial_stride_v + d[None, :]
             if row >= 0:
                 S = tl.load(at, mask=state_mask, other=0.0).to(tl.float32)
-    if PART == LOCAL:
-        if segment == 0:
-            tl.store(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], S, mask=state_mask)
-        if is_last:
-            return
-
-    # The entry of the next checkpoint and the chunk that it follows.
+    # The entry of the next checkpoint, the chunk that it follows, and its row, which is asked for long before.
     checkpoint = begin * 0
     checkpoint_chunk = 0
+    checkpoint_row = checkpoint
     checkpoint_chunks = checkpoint_every // CHUNK
     STORES: tl.constexpr = CHECKPOINTS and PART != LOCAL
     if STORES:
+        full_chunks = (length + shift) // CHUNK
         chunks_before = (prefix // CHUNK).to(tl.int32)
         passed = (chunks_before + from_chunk) // checkpoint_chunks
         checkpoint_chunk = (passed + 1) * checkpoint_chunks - chunks_before - 1
@@ -453,6 +477,30 @@ def recur(
             checkpoint = first_page.to(tl.int64) + passed
         else:
             checkpoint = tl.load(checkpoint_starts + i).to(tl.int64) + passed - chunks_before // checkpoint_chunks
+        checkpoint_row = _checkpoint_row(
+            checkpoint, checkpoint_chunk, full_chunks, checkpoint_rows, PREFIX == PAGES or CHECKPOINT_ROWS
+        )
+    final_row = i.to(tl.int64)
+    if FINAL_STATE and PART != LOCAL:
+        store_final = is_last
+        if PREFIX == PAGES:
+            store_final = store_final & (length > 0) & (filled != page_size)
+            final_row = tl.load(checkpoint_rows + last_page, mask=store_final, other=-1).to(tl.int64)
+        else:
+            if FILL_EMPTY == 0:
+                store_final = store_final & (length > 0)
+            if WRITE_ROWS:
+                final_row = tl.load(write_rows + i).to(tl.int64)
+
+    # What was read so far was there before the call.
+    _wait(AFTER)
+    if PART == FINAL:
+        S = tl.load(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], mask=state_mask, other=0.0)
+    if PART == LOCAL:
+        if segment == 0:
+            tl.store(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], S, mask=state_mask)
+        if is_last:
+            return
 
     dtype = q.dtype.element_ty
     r = tl.arange(0, CHUNK)
@@ -463,78 +511,68 @@ def recur(
     k += (h // k_group) * k_stride_h
     v += (h // v_group) * v_stride_h
     output += h * o_stride_h
-    # Runs of chunks, each up to the next checkpoint: its state is stored after the run, so that the pipelined loop is
-    # the same with and without checkpoints. Without them there is one run.
-    runs = 1
-    if STORES:
-        runs = tl.where(to_chunk > from_chunk, (chunks_before + to_chunk - 1) // checkpoint_chunks - passed + 1, 0)
-    stop = to_chunk
-    for _ in range(runs):
-        if STORES:
-            stop = tl.minimum(checkpoint_chunk + 1, to_chunk)
-        for chunk in range(from_chunk, stop):
-            offset = chunk * CHUNK - shift
-            first = begin + offset
-            # One comparison for both ends: before the sequence's first token the difference wraps around.
-            inside = (r + offset).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
-            mask = inside[:, None]
-            if K != BLOCK_K:
-                mask = mask & (d < K)[None, :]
-            mask_v = inside[None, :] & (rows < v_limit)[:, None]
-            T_at = (record + chunk * record_step).to(tl.pointer_type(dtype), bitcast=True)
-            P_at = T_at + CHUNK * CHUNK
-            vectors = (P_at + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
-            tile_k = tl.load(k + first * K_STRIDE + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0)
-            tile_v = tl.load(v + first * V_STRIDE + (r[None, :] * V_STRIDE + rows[:, None]), mask=mask_v, other=0.0)
-            tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
-            gamma = tl.load(vectors + r)[None, :]
-            rest = tl.load(vectors + CHUNK + r)[None, :]
-            decay = tl.load(vectors + CHUNK - 1)
+    # The tile of v and the output's are read and written with their tokens dealt out in another order, tokens 0, 1, 8,
+    # 9, ... first, and put in order in registers: the two bits of a token's number that the products' layout has in the
+    # lanes are then in a thread's own values, and the other way round. A conversion of layouts goes through shared
+    # memory once for each value of the bits that both have in registers, with two barriers each time.
+    dealt = (r & 1) | ((r & 14) << 2) | ((r & 48) >> 3)
+    for chunk in range(from_chunk, to_chunk):
+        offset = chunk * CHUNK - shift
+        first = begin + offset
+        # One comparison for both ends: before the sequence's first token the difference wraps around.
+        inside = (r + offset).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+        mask = inside[:, None]
+        if K != BLOCK_K:
+            mask = mask & (d < K)[None, :]
+        mask_v = ((dealt + offset).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True))[None, :]
+        if PART == LOCAL or V % BLOCK_V != 0:
+            mask_v = mask_v & (rows < v_limit)[:, None]
+        T_at = (record + chunk * record_step).to(tl.pointer_type(dtype), bitcast=True)
+        P_at = T_at + CHUNK * CHUNK
+        vectors = (P_at + CHUNK * CHUNK).to(tl.pointer_type(tl.float32), bitcast=True)
+        tile_k = tl.load(k + first * K_STRIDE + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0)
+        tile_v = tl.load(v + first * V_STRIDE + (dealt[None, :] * V_STRIDE + rows[:, None]), mask=mask_v, other=0.0)
+        tile_v = tl.reshape(tl.permute(tl.reshape(tile_v, (BLOCK_V, 4, 8, 2)), (0, 2, 1, 3)), (BLOCK_V, CHUNK))
+        tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
+        gamma = tl.load(vectors + r)[None, :]
+        rest = tl.load(vectors + CHUNK + r)[None, :]
+        decay = tl.load(vectors + CHUNK - 1)
 
-            S_low = S.to(dtype)
-            X = tl.dot(S_low, tl.trans(tile_k), input_precision=DOT)
-            R = (tile_v.to(tl.float32) - gamma * X).to(dtype)
-            U = tl.dot(R, tl.trans(tile_T), input_precision=DOT)
-            if PART != LOCAL:
-                tile_q = tl.load(q + first * Q_STRIDE + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0)
-                tile_P = tl.load(P_at + r[:, None] * CHUNK + r[None, :])
-                O = tl.dot(S_low, tl.trans(tile_q), input_precision=DOT) * (gamma * scale)
-                O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
-                tl.store(output + first * O_STRIDE + (r[None, :] * O_STRIDE + rows[:, None]), O.to(dtype), mask=mask_v)
-            S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
-
+        S_low = S.to(dtype)
+        X = tl.dot(S_low, tl.trans(tile_k), input_precision=DOT)
+        R = (tile_v.to(tl.float32) - gamma * X).to(dtype)
+        U = tl.dot(R, tl.trans(tile_T), input_precision=DOT)
+        if PART != LOCAL:
+            tile_q = tl.load(q + first * Q_STRIDE + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0)
+            tile_P = tl.load(P_at + r[:, None] * CHUNK + r[None, :])
+            O = tl.dot(S_low, tl.trans(tile_q), input_precision=DOT) * (gamma * scale)
+            O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
+            O = tl.reshape(tl.permute(tl.reshape(O.to(dtype), (BLOCK_V, 8, 4, 2)), (0, 2, 1, 3)), (BLOCK_V, CHUNK))
+            tl.store(output + first * O_STRIDE + (dealt[None, :] * O_STRIDE + rows[:, None]), O, mask=mask_v)
+        S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
         if STORES:
-            if (stop == checkpoint_chunk + 1) & (stop * CHUNK - shift <= length):
-                row = checkpoint
-                if PREFIX == PAGES or CHECKPOINT_ROWS:
-                    row = tl.load(checkpoint_rows + row).to(tl.int64)
-                if row >= 0:
+            # In the loop, so that the next chunks' tiles come in meanwhile.
+            if chunk == checkpoint_chunk:
+                if checkpoint_row >= 0:
                     _store_state(
-                        S, checkpoints, row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
+                        S, checkpoints, checkpoint_row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
                         h, rows, limit, K, BLOCK_V, BLOCK_K,
                     )  # fmt: skip
-            checkpoint += 1
-            checkpoint_chunk += checkpoint_chunks
-            from_chunk = stop
+                checkpoint += 1
+                checkpoint_chunk += checkpoint_chunks
+                checkpoint_row = _checkpoint_row(
+                    checkpoint, checkpoint_chunk, full_chunks, checkpoint_rows, PREFIX == PAGES or CHECKPOINT_ROWS
+                )
 
     if PART == LOCAL:
         at = segment_head + num_heads.to(tl.int64) * (V + K) + tl.where(is_transition, V, 0) + wide_rows
         tl.store(segments + at[:, None] * K + d[None, :], S, mask=state_mask)
     elif FINAL_STATE:
-        row = i.to(tl.int64)
-        store = is_last
-        if PREFIX == PAGES:
-            store = store & (length > 0) & (filled != page_size)
-            row = tl.load(checkpoint_rows + last_page, mask=store, other=-1).to(tl.int64)
-        else:
-            if FILL_EMPTY == 0:
-                store = store & (length > 0)
-            if WRITE_ROWS:
-                row = tl.load(write_rows + i).to(tl.int64)
-        if store & (row >= 0):
+        if store_final & (final_row >= 0):
             _store_state(
-                S, final, row, final_stride_r, final_stride_h, final_stride_v, h, rows, limit, K, BLOCK_V, BLOCK_K
-            )
+                S, final, final_row, final_stride_r, final_stride_h, final_stride_v, h, rows, limit,
+                K, BLOCK_V, BLOCK_K,
+            )  # fmt: skip
 
 
 @_kernel
@@ -542,7 +580,7 @@ def scan(
     segments, cu_seqlens, prefixes, last_page_len,
     num_heads: tl.int32, page_size: tl.int32, segment_chunks: tl.int32,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PREFIX: tl.constexpr, EXTRA: tl.constexpr, DOT: tl.constexpr,
+    PREFIX: tl.constexpr, EXTRA: tl.constexpr, DOT: tl.constexpr, AFTER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """S_j = S_{j-1} M_j + S_j over the segments of a sequence, in place. Grid: sequences x heads x row blocks."""
     V_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -551,10 +589,12 @@ def scan(
     pid = pid // V_BLOCKS
     h = (pid % num_heads).to(tl.int64)
     i = pid // num_heads
+    _release(RELEASE)
     begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
+    slot = _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, segment_chunks * CHUNK, EXTRA)
+    _wait(AFTER)
     if begin == end:
         return
-    slot = _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, segment_chunks * CHUNK, EXTRA)
     num_chunks = ((end - begin + prefix % CHUNK + CHUNK - 1) // CHUNK).to(tl.int32)
     num_segments = (num_chunks + segment_chunks - 1) // segment_chunks
 

@@ -1,7 +1,7 @@
 """Checks and times the prefill's candidates over the prefill table; needs a CUDA device.
 
     python -m gdn_multi.backends.triton.tune [kernels] [segments] [table] [accuracy]
-        [--rows 2/8] [--only prepare] [--reps 15]
+        [--rows 2/8] [--only prepare] [--reps 15] [--override dependent=0]
 
 kernels   each kernel by itself with every candidate of tiles, on a few shapes, and whether the call is right;
           prepare also as a model calls it (after the +)
@@ -320,7 +320,11 @@ def main() -> None:
     parser.add_argument("--rows", action="append", default=[], help="only these heads, such as 2/8 (may be repeated)")
     parser.add_argument("--only", default="", help="only kernels whose line starts so: prepare, recur, local, scan")
     parser.add_argument("--reps", type=int, default=15)
+    parser.add_argument("--override", action="append", default=[], help="NAME=NUMBER of heuristics.OVERRIDES")
     options = parser.parse_args()
+    for override in options.override:
+        name, _, value = override.partition("=")
+        heuristics.OVERRIDES[name] = int(value)
     rows = [tuple(map(int, row.split("/"))) for row in options.rows]
     begin = time.time()
     chosen = options.parts or parts

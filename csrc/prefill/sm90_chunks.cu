@@ -7,6 +7,8 @@
 // makes one state head's matrices, alone: everything but the diagonal blocks' substitution stays in its registers, and no
 // warp waits for another. `M` is the type of the operands that are left: the inputs' own, or fp16, whose mantissa is
 // three bits longer.
+#include <algorithm>
+
 #include "sequence.cuh"
 #include "sm90_workspace.cuh"
 
@@ -21,20 +23,22 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kHeadsAtMost = kWarps;
+constexpr int kSlotsY = 32768;            // of the grid's y
 constexpr int kBlocks = 10;               // 16x16 blocks on and below the diagonal
 constexpr int kStride = 16 + 4;           // floats, of a diagonal block's rows: fragments and columns fall into different banks
-constexpr int kDiagonals = kChunk * kStride;
+constexpr int kPitch = 16 * kStride + 4;  // floats, from a diagonal block to the next: the same, for the four that are read at once
+constexpr int kDiagonals = 4 * kPitch;    // floats of a warp
 
 struct Gates {
   float sum[kChunk];     // of log2(alpha), from the chunk's start to here
   float beta[kChunk];
   float before[kChunk];  // decay from the end of the 16 tokens before to here
+  float target[kChunk];  // the same times beta
   float after[kChunk];   // decay from here to the end of these 16
   int zeros[kChunk];
 };
 struct Rows {
   float k_scale[kChunk], q_scale[kChunk];  // powers of two: the tiles' rows times these are k and q
-  float squares[kChunk];                   // |k|^2
 };
 
 // Shared memory: the tiles of k and q, and in their place, when they are done with, the warps' diagonal blocks and both
@@ -47,24 +51,47 @@ static_assert(4 * (kBytes + 1024) <= 228 << 10, "shared memory of a multiprocess
 
 __device__ __forceinline__ int tile_at(int row, int piece) { return piece / 8 * 8192 + row * 128 + ((piece ^ row) & 7) * 16; }
 
+// Where block (i, j) of scale Q K^T, targets by sources, and block (j, i) of K K^T, sources by targets, lie; j <= i. Off the diagonal
+// K K^T is rounded for TF32.
+__host__ __device__ constexpr int scores_block(int i, int j) { return kBlocks + i * (i + 1) / 2 + j; }
+__host__ __device__ constexpr int keys_block(int j, int i) { return 4 * j - j * (j - 1) / 2 + i - j; }
+
+// |k|^2 of token t, from the diagonal of K K^T.
+__device__ __forceinline__ float square(const float4* products, int t) {
+  const int b = t / 16, h = t / 8 % 2, g = t % 8;
+  const float4 x = products[(2 * keys_block(b, b) + h) * 32 + 4 * g + g / 2];
+  return h == 0 ? (g % 2 == 0 ? x.x : x.y) : (g % 2 == 0 ? x.z : x.w);
+}
+
 // --- gates -------------------------------------------------------------------------------------------------------------
 
 // One head's gates, by one warp: lane l takes tokens l and l + 32.
 struct GateBits {
-  Bits g[2], beta[2], A_log, dt_bias;
+  uint32_t g[2], beta[2], g_shift, beta_shift;  // as load_bits has them; 32 tokens are a whole number of words
+  Bits A_log, dt_bias;
 };
 
 __device__ __forceinline__ void load_gates(GateBits& x, const PrefillParams& p, int64_t token, int from, int to, int h) {
-  x.A_log = p.gate == Gate::raw ? load_bits(p.A_log, h, p.A_log_dtype) : Bits{};
-  x.dt_bias = p.gate == Gate::raw ? load_bits(p.dt_bias, h, p.dt_bias_dtype) : Bits{};
+  const int lane = threadIdx.x % 32;
+  const auto load = [&](uint32_t(&words)[2], const void* data, const Strides3& stride, DType dtype, bool given) {
+    const int size = dtype == DType::f32 ? 4 : 2;
+    const char* address = static_cast<const char*>(data) + ((token + lane) * stride.token + h * stride.head) * size;
+    const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(address)) & 2;
+    address -= odd;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int t = threadIdx.x % 32 + 32 * i;
-    const bool valid = t >= from && t < to;
-    x.g[i] = valid && p.gate != Gate::none ? load_bits(p.g, (token + t) * p.g_stride.token + h * p.g_stride.head, p.g_dtype) : Bits{};
-    x.beta[i] = valid && p.beta != nullptr
-                    ? load_bits(p.beta, (token + t) * p.beta_stride.token + h * p.beta_stride.head, p.beta_dtype)
-                    : Bits{};
+    for (int i = 0; i < 2; i++) {
+      const int t = lane + 32 * i;
+      words[i] = given && t >= from && t < to ? *reinterpret_cast<const uint32_t*>(address) : 0;
+      address += 32 * size * stride.token;
+    }
+    return odd * 8;
+  };
+  x.g_shift = load(x.g, p.g, p.g_stride, p.g_dtype, p.gate != Gate::none);
+  x.beta_shift = load(x.beta, p.beta, p.beta_stride, p.beta_dtype, p.beta != nullptr);
+  x.A_log = x.dt_bias = Bits{};
+  if (p.gate == Gate::raw) {
+    x.A_log = load_bits(p.A_log, h, p.A_log_dtype);
+    x.dt_bias = load_bits(p.dt_bias, h, p.dt_bias_dtype);
   }
 }
 
@@ -72,24 +99,25 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
   const int lane = threadIdx.x % 32;
   float sum[2], beta[2];
   int zeros[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int t = lane + 32 * i;
-    sum[i] = 0.f, beta[i] = 0.f, zeros[i] = 0;
-    if (t >= from && t < to) {
-      if (p.gate != Gate::none) {
-        const float g = to_float(x.g[i], p.g_dtype);
-        sum[i] = p.gate == Gate::linear ? log2f(g)
-                 : kLog2e * (p.gate == Gate::log ? g : raw_gate(g, to_float(x.A_log, p.A_log_dtype), to_float(x.dt_bias, p.dt_bias_dtype)));
-        if (sum[i] < -300.f) sum[i] = 0.f, zeros[i] = 1;
-      }
-      beta[i] = 1.f;
-      if (p.beta != nullptr) {
-        beta[i] = to_float(x.beta[i], p.beta_dtype);
-        if (p.beta_is_logit) beta[i] = round_to(sigmoid(beta[i]), p.beta_dtype);
-      }
-    }
+  const auto both = [](auto&& f) { f(0), f(1); };
+  both([&](int i) { sum[i] = to_float({x.g[i], x.g_shift}, p.g_dtype); });
+  if (p.gate == Gate::linear) {
+    both([&](int i) { sum[i] = log2f(sum[i]); });
+  } else if (p.gate == Gate::log) {
+    both([&](int i) { sum[i] *= kLog2e; });
+  } else if (p.gate == Gate::raw) {
+    const float A_log = to_float(x.A_log, p.A_log_dtype), dt_bias = to_float(x.dt_bias, p.dt_bias_dtype);
+    both([&](int i) { sum[i] = kLog2e * raw_gate(sum[i], A_log, dt_bias); });
   }
+  both([&](int i) { beta[i] = p.beta != nullptr ? to_float({x.beta[i], x.beta_shift}, p.beta_dtype) : 1.f; });
+  if (p.beta_is_logit && p.beta != nullptr) both([&](int i) { beta[i] = round_to(sigmoid(beta[i]), p.beta_dtype); });
+  both([&](int i) {
+    const int t = lane + 32 * i;
+    const bool valid = t >= from && t < to, zero = sum[i] < -300.f;
+    zeros[i] = valid && zero;
+    sum[i] = valid && !zero ? sum[i] : 0.f;
+    beta[i] = valid ? beta[i] : 0.f;
+  });
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2)
 #pragma unroll
@@ -111,14 +139,15 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int t = lane + 32 * i, end = t | 15, start = t < 16 ? 0 : t / 16 * 16 - 1;
-    gates.before[t] = gates.zeros[start] == zeros[i] ? exp2_approximate(sum[i] - gates.sum[start]) : 0.f;
+    const float before = gates.zeros[start] == zeros[i] ? exp2_approximate(sum[i] - gates.sum[start]) : 0.f;
+    gates.before[t] = before, gates.target[t] = beta[i] * before;
     gates.after[t] = gates.zeros[end] == zeros[i] ? exp2_approximate(gates.sum[end] - sum[i]) : 0.f;
   }
   __syncwarp();
 }
 
 // What the recurrence wants of them, with the scales of the tiles' rows, by the warp that made them.
-__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, float scale, bool bound) {
+__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, const float4* products, float scale, bool bound) {
   const int lane = threadIdx.x % 32;
   const float last = gates.sum[kChunk - 1];
   const int zeros_last = gates.zeros[kChunk - 1];
@@ -133,7 +162,7 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
     out[kScaleGamma * kChunk + t] = scale * gamma * rows.q_scale[t];
     out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * k_scale : 0.f;
     // A token's transition alpha (I - beta k k^T) has the norm alpha max(1, |1 - beta |k|^2|).
-    if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * rows.squares[t])));
+    if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * square(products, t))));
   }
   if (bound)
 #pragma unroll
@@ -143,77 +172,132 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
 
 // --- tiles -------------------------------------------------------------------------------------------------------------
 
-// This thread's pieces of a tile of q or k: rows threadIdx.x / 16 + 8 i. Rows that are no tokens are zeros.
-__device__ __forceinline__ void load_rows(uint4 (&x)[8], const void* data, int64_t stride, bool aligned, int64_t token, int from, int to) {
-  const int row0 = threadIdx.x / 16, piece = threadIdx.x % 16;
-  const uint16_t* source = static_cast<const uint16_t*>(data) + (token + row0) * stride + 8 * piece;
+// A warp has 16 rows of a tile, four lanes a row: this lane row tile_row() and the eighth behind it, pieces lane % 4 + 4 j. Any
+// eight lanes in a row write to all banks of shared memory.
+__device__ __forceinline__ int tile_row() {
+  const int lane = threadIdx.x % 32;
+  return threadIdx.x / 32 * 16 + lane / 8 + (lane & 4);
+}
+
+// Where this lane's piece j of row tile_row() + 8 i lies, from that of piece 0 of row 0.
+struct Place {
+  int even, odd;
+
+  __device__ __forceinline__ Place() : even(tile_at(tile_row(), threadIdx.x % 4)), odd(even ^ 64) {}
+  __device__ __forceinline__ int operator()(int i, int j) const { return (j % 2 == 0 ? even : odd) + (j / 2 * 8192 + i * 1024); }
+};
+
+// This lane's pieces on their way to shared memory. Rows that are no tokens are zeros.
+__device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, const void* data, int64_t stride, bool aligned, int64_t token,
+                                           int from, int to) {
+  const int row = tile_row();
+  const uint16_t* source = static_cast<const uint16_t*>(data) + (token + row) * stride + threadIdx.x % 4 * 8;
+  const bool valid[2] = {row >= from && row < to, row + 8 >= from && row + 8 < to};
+  if (aligned) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const int row = row0 + 8 * i;
-    x[i] = make_uint4(0, 0, 0, 0);
-    if (row >= from && row < to) {
-      if (aligned) {
-        x[i] = *reinterpret_cast<const uint4*>(source);
-      } else {
-        const auto pair = [&](int j) { return uint32_t(source[j]) | uint32_t(source[j + 1]) << 16; };
-        x[i] = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) copy_async(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll 1
+      for (int j = 0; j < 4; j++) {
+        const uint16_t* x = source + i * 8 * stride + 32 * j;
+        const auto pair = [&](int n) { return uint32_t(x[n]) | uint32_t(x[n + 1]) << 16; };
+        *reinterpret_cast<uint4*>(tile + place(i, j)) = valid[i] ? make_uint4(pair(0), pair(2), pair(4), pair(6)) : make_uint4(0, 0, 0, 0);
       }
-    }
-    source += 8 * stride;
   }
 }
 
-// Into shared memory, normalised if wanted; and out, the same image. fp16 for bf16 has to take any row: what was not
-// normalised is divided by a power of two, which goes to `scales`.
+template <class F>
+__device__ __forceinline__ void each_word(uint4& x, F&& f) {
+  f(x.x), f(x.y), f(x.z), f(x.w);
+}
+
+// The same pieces normalised if wanted; and out, the same image. fp16 for bf16 has to take any row: what was not normalised
+// is divided by a power of two, which goes to `scales`.
 template <class T, class M>
-__device__ __forceinline__ void store_rows(uint8_t* tile, uint4 (&x)[8], bool l2norm, char* copy, float* scales) {
-  const int row0 = threadIdx.x / 16, piece = threadIdx.x % 16;
+__device__ __forceinline__ void store_rows(uint8_t* tile, const Place& place, bool l2norm, char* copy, float* scales) {
+  float scale[2] = {1.f, 1.f};
+  uint4 x[2][4];
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const int row = row0 + 8 * i;
-    uint32_t* words[4] = {&x[i].x, &x[i].y, &x[i].z, &x[i].w};
-    if (l2norm) {
-      float sum = 0.f;
+  for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float2 pair = Pair<T>::unpack(*words[j]);
-        sum = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum));
-      }
+    for (int j = 0; j < 4; j++) x[i][j] = *reinterpret_cast<const uint4*>(tile + place(i, j));
+  if (l2norm) {
 #pragma unroll
-      for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      const float factor = 1.f / sqrtf(sum + 1e-6f);
+    for (int i = 0; i < 2; i++) {
+      float y[8][4], part[4] = {};
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float2 pair = Pair<T>::unpack(*words[j]);
-        *words[j] = Pair<T>::pack(pair.x * factor, pair.y * factor);
-      }
-    }
-    float scale = 1.f;
-    if constexpr (!std::is_same_v<T, M>) {
-      float inverse = 1.f;
-      if (!l2norm) {
-        float largest = 0.f;
+        const uint32_t words[4] = {x[i][j].x, x[i][j].y, x[i][j].z, x[i][j].w};
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float2 pair = Pair<T>::unpack(*words[j]);
-          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        for (int n = 0; n < 4; n++) {
+          const float2 pair = Pair<T>::unpack(words[n]);
+          y[2 * j + n / 2][n % 2 * 2] = pair.x, y[2 * j + n / 2][n % 2 * 2 + 1] = pair.y;
         }
-#pragma unroll
-        for (int offset = 8; offset > 0; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-        // 2^e of the largest value, where it and its inverse are normal numbers: zeros, infinities and NaN stay as they are.
-        const uint32_t exponent = __float_as_uint(largest) >> 23;
-        if (exponent > 1 && exponent < 253) scale = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
       }
+      pin(y);  // or they would be unpacked twice
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int n = 0; n < 4; n++) part[n] = fmaf(y[j][n], y[j][n], part[n]);
+      float sum = (part[0] + part[1]) + (part[2] + part[3]);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      // One step of Newton's on the approximate root: as good as 1 / sqrt in float32.
+      const float root = norm_factor(sum), half = 0.5f * (sum + 1e-6f);
+      const float factor = fmaf(root, fmaf(-half * root, root, 0.5f), root);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float2 pair = Pair<T>::unpack(*words[j]);
-        *words[j] = Pair<M>::pack(pair.x * inverse, pair.y * inverse);
+        const auto word = [&](int n) {
+          const auto& from = y[2 * j + n / 2];
+          const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
+          if constexpr (std::is_same_v<T, M>) return rounded;
+          const float2 pair = Pair<T>::unpack(rounded);
+          return Pair<M>::pack(pair.x, pair.y);
+        };
+        x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
       }
     }
-    if (piece == 0) scales[row] = scale;
-    *reinterpret_cast<uint4*>(tile + tile_at(row, piece)) = x[i];
-    if (copy != nullptr) *reinterpret_cast<uint4*>(copy + tile_at(row, piece)) = x[i];
+  } else if constexpr (!std::is_same_v<T, M>) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      // The largest absolute value, in bf16, and a product with a power of two: both exact.
+      __nv_bfloat162 pairs = __float2bfloat162_rn(0.f);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        each_word(x[i][j], [&](uint32_t& word) { pairs = __hmax2(pairs, __habs2(*reinterpret_cast<__nv_bfloat162*>(&word))); });
+      float largest = fmaxf(__low2float(pairs), __high2float(pairs));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      // 2^e of it, where that and its inverse are normal numbers: zeros, infinities and NaN stay as they are.
+      const uint32_t exponent = __float_as_uint(largest) >> 23;
+      float inverse = 1.f;
+      if (exponent > 1 && exponent < 253) scale[i] = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
+      const __nv_bfloat162 by = __float2bfloat162_rn(inverse);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        each_word(x[i][j], [&](uint32_t& word) {
+          __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&word), by);
+          const float2 pair = Pair<T>::unpack(*reinterpret_cast<uint32_t*>(&product));
+          word = Pair<M>::pack(pair.x, pair.y);
+        });
+    }
   }
+  if (l2norm || !std::is_same_v<T, M>)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(tile + place(i, j)) = x[i][j];
+  if (copy != nullptr)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(copy + place(i, j)) = x[i][j];
+  const int row = tile_row();
+  if (threadIdx.x % 4 == 0) scales[row] = scale[0], scales[row + 8] = scale[1];
 }
 
 // --- matrices ------------------------------------------------------------------------------------------------------------
@@ -245,22 +329,38 @@ __device__ __forceinline__ Right round_right(const Block& from) {
   return to;
 }
 
+// `triangle`: what b has above its diagonal are zeros.
+template <bool triangle = false>
 __device__ __forceinline__ void multiply(Block& d, const Left& a, const Right& b) {
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
-    for (int n = 0; n < 2; n++) mma_tf32(d[n], a.x[h], b.x[h][2 * n], b.x[h][2 * n + 1]);
+    for (int n = 0; n < (triangle && h == 0 ? 1 : 2); n++) mma_tf32(d[n], a.x[h], b.x[h][2 * n], b.x[h][2 * n + 1]);
 }
-
-// Where block (i, j) of Q K^T, targets by sources, and block (j, i) of K K^T, sources by targets, lie; j <= i.
-__host__ __device__ constexpr int scores_block(int i, int j) { return kBlocks + i * (i + 1) / 2 + j; }
-__host__ __device__ constexpr int keys_block(int j, int i) { return 4 * j - j * (j - 1) / 2 + i - j; }
 
 __device__ __forceinline__ void load_block(Block& x, const float4* products, int number, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float4 y = products[(2 * number + h) * 32 + lane];
     x[h][0] = y.x, x[h][1] = y.y, x[h][2] = y.z, x[h][3] = y.w;
+  }
+}
+
+__device__ __forceinline__ void load_right(Right& x, const float4* products, int number, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const uint4 y = reinterpret_cast<const uint4*>(products)[(2 * number + h) * 32 + lane];
+    x.x[h][0] = y.x, x.x[h][1] = y.y, x.x[h][2] = y.z, x.x[h][3] = y.w;
+  }
+}
+
+// Columns times factors, of tokens from `token` on.
+__device__ __forceinline__ void scale_columns(Block& x, const float* factors, int token, int q) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float2 by = *reinterpret_cast<const float2*>(factors + token + 8 * h + 2 * q);
+#pragma unroll
+    for (int e = 0; e < 2; e++) x[h][2 * e] *= by.x, x[h][2 * e + 1] *= by.y;
   }
 }
 
@@ -274,94 +374,115 @@ __device__ __forceinline__ void store_block(char* matrix, int i, int j, const Bl
     for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
 }
 
-// Columns of the inverses of I + L for two 16x16 blocks, by substitution. Above the diagonal zeros, unless L is not finite.
-__device__ __forceinline__ void invert(float (&x)[2][16], const float* lower, int distance, int column) {
+// Block (b, b) of L, into shared memory, and of the scores: decays from token to token. With `zeros` there may be alpha = 0.
+template <class M, bool zeros>
+__device__ __forceinline__ void diagonal_block(char* scores, const Gates& gates, const float4* products, float* diagonals, int b) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  Block keys, s;
+  load_block(keys, products, keys_block(b, b), lane);
+  load_block(s, products, scores_block(b, b), lane);
+  float* lower = diagonals + b * kPitch + g * kStride + 2 * q;
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    float sum[2][2];
+  for (int e = 0; e < 2; e++) {
+    const int row = 16 * b + g + 8 * e;
+    const float sum = gates.sum[row], beta = gates.beta[row];
 #pragma unroll
-    for (int b = 0; b < 2; b++) {
-      sum[b][0] = column == i ? 1.f : 0.f, sum[b][1] = 0.f;
+    for (int h = 0; h <= e; h++) {
+      const int column = 16 * b + 8 * h + 2 * q;
+      const float2 sums = *reinterpret_cast<const float2*>(&gates.sum[column]);
+      float decay[2] = {exp2_approximate(sum - sums.x), exp2_approximate(sum - sums.y)};
+      if (zeros) {
 #pragma unroll
-      for (int m = 0; m < i; m += 4) {
-        const float4 l = *reinterpret_cast<const float4*>(lower + b * distance + i * kStride + m);
-        sum[b][0] = fmaf(-l.x, x[b][m], sum[b][0]);
-        if (m + 1 < i) sum[b][1] = fmaf(-l.y, x[b][m + 1], sum[b][1]);
-        if (m + 2 < i) sum[b][0] = fmaf(-l.z, x[b][m + 2], sum[b][0]);
-        if (m + 3 < i) sum[b][1] = fmaf(-l.w, x[b][m + 3], sum[b][1]);
+        for (int f = 0; f < 2; f++) decay[f] = gates.zeros[row] == gates.zeros[column + f] ? decay[f] : 0.f;
       }
-      x[b][i] = sum[b][0] + sum[b][1];
+      // What L is on and above the diagonal is not read.
+      *reinterpret_cast<float2*>(lower + 8 * e * kStride + 8 * h) =
+          make_float2(beta * keys[h][2 * e] * decay[0], beta * keys[h][2 * e + 1] * decay[1]);
+      // Above the diagonal a decay means nothing and may be infinite: selected away.
+#pragma unroll
+      for (int f = 0; f < 2; f++) {
+        const float x = s[h][2 * e + f] * decay[f];
+        s[h][2 * e + f] = h < e || 2 * q + f <= g ? x : 0.f;
+      }
     }
+  }
+  s[1][0] = s[1][1] = 0.f;
+  store_block<M>(scores, b, b, s, lane);
+}
+
+// Columns `column` and `column` + 8 of the inverse of I + L, a 16x16 block, by substitution. In 8x8 blocks, [A 0, C B]: the
+// columns are [x, y] and [0, z]. Above the diagonal zeros, unless L is not finite.
+__device__ __forceinline__ void invert(float (&x)[8], float (&y)[8], float (&z)[8], const float* lower, int column) {
+  const auto subtract = [](float(&sum)[2], const float4& l, const float* from, int m, int end) {
+    sum[0] = fmaf(-l.x, from[m], sum[0]);
+    if (m + 1 < end) sum[1] = fmaf(-l.y, from[m + 1], sum[1]);
+    if (m + 2 < end) sum[0] = fmaf(-l.z, from[m + 2], sum[0]);
+    if (m + 3 < end) sum[1] = fmaf(-l.w, from[m + 3], sum[1]);
+  };
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float sum[2] = {column == i ? 1.f : 0.f, 0.f};
+#pragma unroll
+    for (int m = 0; m < i; m += 4) subtract(sum, *reinterpret_cast<const float4*>(lower + i * kStride + m), x, m, i);
+    x[i] = sum[0] + sum[1];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float* row = lower + (8 + i) * kStride;
+    float sum_y[2] = {}, sum_z[2] = {column == i ? 1.f : 0.f, 0.f};
+#pragma unroll
+    for (int m = 0; m < 8; m += 4) subtract(sum_y, *reinterpret_cast<const float4*>(row + m), x, m, 8);
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      const float4 l = *reinterpret_cast<const float4*>(row + 8 + m);
+      subtract(sum_y, l, y, m, i);
+      subtract(sum_z, l, z, m, i);
+    }
+    y[i] = sum_y[0] + sum_y[1], z[i] = sum_z[0] + sum_z[1];
   }
 }
 
 // Coupling and scores of one head, by one warp. `diagonals` is its own scratch.
 template <class M>
-__device__ __forceinline__ void make_matrices(char* record, const Gates& gates, const float4* products, float* diagonals, float scale) {
+__device__ __forceinline__ void make_matrices(char* record, const Gates& gates, const float4* products, float* diagonals) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   char* scores = record + kScoresAt;
   const bool any_zeros = gates.zeros[kChunk - 1] != 0;
 
-  // Diagonal blocks: decays from token to token.
 #pragma unroll
-  for (int b = 0; b < 4; b++) {
-    Block keys, s;
-    load_block(keys, products, keys_block(b, b), lane);
-    load_block(s, products, scores_block(b, b), lane);
-    float* lower = diagonals + (16 * b + g) * kStride + 2 * q;
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int row = 16 * b + g + 8 * e;
-      const float sum = gates.sum[row], beta = gates.beta[row];
-#pragma unroll
-      for (int h = 0; h <= e; h++) {
-        const int column = 16 * b + 8 * h + 2 * q;
-        const float2 sums = *reinterpret_cast<const float2*>(&gates.sum[column]);
-        float decay[2] = {exp2_approximate(sum - sums.x), exp2_approximate(sum - sums.y)};
-        if (any_zeros) {
-#pragma unroll
-          for (int f = 0; f < 2; f++) decay[f] = gates.zeros[row] == gates.zeros[column + f] ? decay[f] : 0.f;
-        }
-        // What L is on and above the diagonal is not read.
-        *reinterpret_cast<float2*>(lower + 8 * e * kStride + 8 * h) =
-            make_float2(beta * keys[h][2 * e] * decay[0], beta * keys[h][2 * e + 1] * decay[1]);
-        // Above the diagonal a decay means nothing and may be infinite: selected away.
-#pragma unroll
-        for (int f = 0; f < 2; f++) s[h][2 * e + f] = column + f <= row ? scale * s[h][2 * e + f] * decay[f] : 0.f;
-      }
-    }
-    s[1][0] = s[1][1] = 0.f;
-    store_block<M>(scores, b, b, s, lane);
+  for (int b = 0; b < 4; b++) diagonal_block<M, false>(scores, gates, products, diagonals, b);
+  if (any_zeros) {  // rare: once more
+#pragma unroll 1
+    for (int b = 0; b < 4; b++) diagonal_block<M, true>(scores, gates, products, diagonals, b);
   }
   __syncwarp();
 
-  // Their inverses: lanes 0 to 15 take blocks 0 and 2, the others 1 and 3. Left behind transposed.
+  // Their inverses, a block for eight lanes. Left behind transposed.
   {
-    float x[2][16];
-    float* mine = diagonals + lane / 16 * 16 * kStride;
-    invert(x, mine, 32 * kStride, lane % 16);
+    float x[8], y[8], z[8];
+    const int column = lane % 8;
+    float* mine = diagonals + lane / 8 * kPitch;
+    invert(x, y, z, mine, column);
     __syncwarp();
+    const auto store = [&](int source, int target, const float(&from)[8]) {
 #pragma unroll
-    for (int b = 0; b < 2; b++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        *reinterpret_cast<float4*>(mine + (32 * b + lane % 16) * kStride + 4 * i) =
-            make_float4(x[b][4 * i], x[b][4 * i + 1], x[b][4 * i + 2], x[b][4 * i + 3]);
+      for (int i = 0; i < 8; i += 4)
+        *reinterpret_cast<float4*>(mine + source * kStride + target + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+    };
+    store(column, 0, x), store(column, 8, y), store(column + 8, 8, z);
     __syncwarp();
   }
 
-  // Below the diagonal a decay is one of three factors, all at most 1: from the source to the end of its 16 tokens, from there
-  // to the start of the target's, and from there to the target.
-  float across[4][4];
-  across[2][0] = gates.before[31], across[3][1] = gates.before[47], across[3][0] = across[2][0] * across[3][1];
+  // Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens, from
+  // there to the start of the target's, and from there to the target.
+  const float across[4] = {1.f, gates.before[31], gates.before[47], 1.f};  // the 16 tokens of a block
 #pragma unroll
-  for (int i = 1; i < 4; i++)
+  for (int i = 1; i < 4; i++) {
+    float by[2] = {gates.before[16 * i + g], gates.before[16 * i + g + 8]};
 #pragma unroll
-    for (int j = 0; j < i; j++) {
+    for (int j = i - 1; j >= 0; j--) {
       Block s;
       load_block(s, products, scores_block(i, j), lane);
-      float by[2] = {scale * gates.before[16 * i + g], scale * gates.before[16 * i + g + 8]};
-      if (j < i - 1) by[0] *= across[i][j], by[1] *= across[i][j];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float2 after = *reinterpret_cast<const float2*>(&gates.after[16 * j + 8 * h + 2 * q]);
@@ -369,26 +490,33 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
         for (int e = 0; e < 2; e++) s[h][2 * e] *= by[e] * after.x, s[h][2 * e + 1] *= by[e] * after.y;
       }
       store_block<M>(scores, i, j, s, lane);
+      by[0] *= across[j], by[1] *= across[j];
     }
-  // The inverse by rows of blocks: inverse[i, j] = -(sum over m from j + 1 to i of inverse[i, m] L[m, j]) inverse[j, j].
-  Right lower[4][4], transposed[3];  // -L and the diagonal blocks
+  }
+  // The inverse by rows of blocks: inverse[i, j] = -(sum over m from j + 1 to i of inverse[i, m] L[m, j]) inverse[j, j]. The
+  // factors of L[m, j] go elsewhere, so that K K^T itself is the operand: those of targets to inverse[i, m], those of sources
+  // to inverse[j, j], those between to the sums.
+  Right transposed[3];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     __syncwarp();  // no load of this row goes before: registers are scarce
     Left row[4];
     {
       Block x, below;
-      const float* block = diagonals + 16 * i * kStride;
+      const float* block = diagonals + i * kPitch;
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int target = g + e / 2 * 8, source = 8 * h + 2 * q + e % 2;
           x[h][e] = h == 1 && e < 2 ? 0.f : block[source * kStride + target];
-          below[h][e] = source < target ? x[h][e] : 0.f;
+          below[h][e] = h == 0 && e >= 2 || 2 * q + e % 2 < g ? x[h][e] : 0.f;
         }
       store_block<M>(record, i, i, below, lane);  // without the identity
-      row[i] = round_left(x);
+      if (i > 0) {
+        scale_columns(x, gates.target, 16 * i, q);
+        row[i] = round_left(x);
+      }
       if (i < 3) {
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -396,57 +524,62 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
           for (int e = 0; e < 2; e++) {
             float2 pair = make_float2(0.f, 0.f);
             if (h >= e) pair = *reinterpret_cast<const float2*>(block + (g + 8 * e) * kStride + 8 * h + 2 * q);
-            x[h][2 * e] = pair.x, x[h][2 * e + 1] = pair.y;
+            x[h][2 * e] = -pair.x, x[h][2 * e + 1] = -pair.y;
           }
+        scale_columns(x, gates.after, 16 * i, q);
         transposed[i] = round_right(x);
       }
     }
-    float2 by[2];  // of targets: -beta and the decay from the start of their 16 tokens
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int target = 16 * i + 8 * h + 2 * q;
-      const float2 before = *reinterpret_cast<const float2*>(&gates.before[target]);
-      const float2 beta = *reinterpret_cast<const float2*>(&gates.beta[target]);
-      by[h] = make_float2(-beta.x * before.x, -beta.y * before.y);
-    }
 #pragma unroll
     for (int j = i - 1; j >= 0; j--) {
-      Block l;
-      load_block(l, products, keys_block(j, i), lane);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float after = gates.after[16 * j + g + 8 * e];
-        if (j < i - 1) after *= across[i][j];
-#pragma unroll
-        for (int h = 0; h < 2; h++) l[h][2 * e] *= after * by[h].x, l[h][2 * e + 1] *= after * by[h].y;
-      }
-      lower[i][j] = round_right(l);
       Block sum = {}, x = {};
 #pragma unroll
-      for (int m = j + 1; m <= i; m++) multiply(sum, row[m], lower[m][j]);
-      multiply(x, round_left(sum), transposed[j]);
+      for (int m = i; m > j; m--) {
+        if (m < i)
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[h][e] *= across[m];
+        Right keys;
+        load_right(keys, products, keys_block(j, m), lane);
+        multiply(sum, row[m], keys);
+      }
+      multiply<true>(x, round_left(sum), transposed[j]);
       store_block<M>(record, i, j, x, lane);
-      if (j > 0) row[j] = round_left(x);
+      if (j > 0) {
+        scale_columns(x, gates.target, 16 * j, q);
+        row[j] = round_left(x);
+      }
     }
   }
 }
 
-// Grid: x = slot, y = share of the pass's heads.
+// Quotients by the sizes of groups, made by the host; numerators are numbers of heads.
+struct Groups {
+  uint32_t k_reciprocal, q_reciprocal;  // 0: divide by one
+  int32_t heads_k, heads_q;
+};
+
+__device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal == 0 ? x : int(uint64_t(x) * reciprocal >> 32); }
+
+// Grid: x = share of the pass's heads, y and z = slot. Neighbours run at the same time and read what lies side by side: one
+// token's heads of q, k and gates.
 template <class T, class M>
-__global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan,
+                                                           const __grid_constant__ Groups groups) {
   GDN_SHARED(unaligned);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int64_t slot = blockIdx.x;
+  const int64_t slot = int64_t(blockIdx.z) * kSlotsY + blockIdx.y;
   let_next_start();
   const int index = find_sequence(p, slot);
-  if (index < 0) return;
+  if (index < 0 || slot >= plan.slots) return;
   const Sequence sequence = get_sequence(p, index);
   const int64_t c = slot - sequence.slot(index);
   if (c >= sequence.chunks) return;
   const int64_t token = sequence.first_token(c);
   const int from = sequence.from(c), to = sequence.to(c);
-  const int first_head = plan.first_head + blockIdx.y * plan.heads_a_block;
-  const int kh = first_head / p.k_group, qh = first_head / p.q_group;
+  const int first_head = plan.first_head + blockIdx.x * plan.heads_a_block;
+  const int kh = divide(first_head, groups.k_reciprocal), qh = divide(first_head, groups.q_reciprocal);
 
   uint8_t* shared = align_shared(unaligned, 1024);
   uint8_t *k_tile = shared, *q_tile = shared + kTileBytes;
@@ -455,18 +588,22 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   auto& rows = *reinterpret_cast<Rows*>(gates + kHeadsAtMost);
 
   {
-    GateBits bits;
-    uint4 k[8], q[8];
-    if (warp < plan.heads_a_block) load_gates(bits, p, token, from, to, first_head + warp);
-    load_rows(k, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
-    load_rows(q, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
-    if (warp < plan.heads_a_block) make_gates(p, gates[warp], bits, from, to);
-    const int heads_q = p.heads / p.q_group, heads_k = p.heads / p.k_group;
+    const Place place;
+    fetch_rows(k_tile, place, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
+    fetch_rows(q_tile, place, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
+    copy_commit();
+    if (warp < plan.heads_a_block) {
+      GateBits bits;
+      load_gates(bits, p, token, from, to, first_head + warp);
+      make_gates(p, gates[warp], bits, from, to);
+    }
+    copy_wait<0>();
     // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
-    char* k_copy = first_head % p.k_group == 0 ? plan.k_tiles + (slot * heads_k + kh) * kTileBytes : nullptr;
-    char* q_copy = first_head % p.q_group == 0 ? plan.q_tiles + (slot * heads_q + qh) * kTileBytes : nullptr;
-    store_rows<T, M>(k_tile, k, p.l2norm, k_copy, rows.k_scale);
-    store_rows<T, M>(q_tile, q, p.l2norm, q_copy, rows.q_scale);
+    char* k_copy = kh * p.k_group == first_head ? plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes : nullptr;
+    char* q_copy = qh * p.q_group == first_head ? plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes : nullptr;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++)
+      store_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? k_copy : q_copy, i == 0 ? rows.k_scale : rows.q_scale);
   }
   fence_async_proxy();
   __syncthreads();
@@ -494,30 +631,41 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   multiply_rows(kk, k_tile);
   multiply_rows(qk, q_tile);
   __syncthreads();  // the tiles are done with
+  float4* keys = products + 2 * (keys_block(warp, warp) - warp) * 32 + lane;
+  float4* scores = products + 2 * scores_block(warp, 0) * 32 + lane;
+  const bool scaled = !std::is_same_v<T, M> && !p.l2norm;
+  const float *k_scale = rows.k_scale + 16 * warp + g, *q_scale = rows.q_scale + 16 * warp + g;
+  const float k_row[2] = {k_scale[0], k_scale[8]}, q_row[2] = {p.scale * q_scale[0], p.scale * q_scale[8]};
 #pragma unroll
-  for (int n = 0; n < 8; n++) {
-    if constexpr (!std::is_same_v<T, M>) {
+  for (int b = 0; b < 4; b++) {
+    if (b >= warp)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int row = 16 * warp + g + i / 2 * 8, column = 8 * n + 2 * q + i % 2;
-        kk[n][i] *= rows.k_scale[row] * rows.k_scale[column];
-        qk[n][i] *= rows.q_scale[row] * rows.k_scale[column];
+      for (int n = 2 * b; n < 2 * b + 2; n++) {
+        if (scaled) {
+          const float2 column = *reinterpret_cast<const float2*>(&rows.k_scale[8 * n + 2 * q]);
+#pragma unroll
+          for (int i = 0; i < 2; i++) kk[n][2 * i] *= k_row[i] * column.x, kk[n][2 * i + 1] *= k_row[i] * column.y;
+        }
+        if (b > warp)
+#pragma unroll
+          for (int i = 0; i < 4; i++) kk[n][i] = __uint_as_float(round_to_tf32(kk[n][i]));
+        keys[32 * n] = make_float4(kk[n][0], kk[n][1], kk[n][2], kk[n][3]);
       }
-    }
-    if (n / 2 >= warp) {
-      products[(2 * keys_block(warp, n / 2) + n % 2) * 32 + lane] = make_float4(kk[n][0], kk[n][1], kk[n][2], kk[n][3]);
+    if (b <= warp)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (8 * n + 2 * q + i % 2 == 16 * warp + g + i / 2 * 8) rows.squares[16 * warp + g + i / 2 * 8] = kk[n][i];
-    }
-    if (n / 2 <= warp)
-      products[(2 * scores_block(warp, n / 2) + n % 2) * 32 + lane] = make_float4(qk[n][0], qk[n][1], qk[n][2], qk[n][3]);
+      for (int n = 2 * b; n < 2 * b + 2; n++) {
+        float2 column = make_float2(1.f, 1.f);
+        if (scaled) column = *reinterpret_cast<const float2*>(&rows.k_scale[8 * n + 2 * q]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) qk[n][2 * i] *= q_row[i] * column.x, qk[n][2 * i + 1] *= q_row[i] * column.y;
+        scores[32 * n] = make_float4(qk[n][0], qk[n][1], qk[n][2], qk[n][3]);
+      }
   }
   __syncthreads();  // the products are there
   if (warp >= plan.heads_a_block) return;
   char* record = plan.record(slot, first_head + warp);
-  write_gates(reinterpret_cast<float*>(record + kGatesAt), gates[warp], rows, p.scale, plan.path.segment > 0);
-  make_matrices<M>(record, gates[warp], products, reinterpret_cast<float*>(shared) + warp * kDiagonals, p.scale);
+  write_gates(reinterpret_cast<float*>(record + kGatesAt), gates[warp], rows, products, p.scale, plan.path.segment > 0);
+  make_matrices<M>(record, gates[warp], products, reinterpret_cast<float*>(shared) + warp * kDiagonals);
 }
 
 template <class T, class M>
@@ -530,8 +678,11 @@ void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
           "cudaFuncSetAttribute");
     if (device < 64) allowed[device] = true;
   }
-  const dim3 grid(unsigned(plan.slots), unsigned(plan.heads / plan.heads_a_block));
-  GDN_LAUNCH((chunks<T, M>), grid, 32 * kWarps, kBytes, stream, p, plan);
+  const dim3 grid(unsigned(plan.heads / plan.heads_a_block), unsigned(std::min<int64_t>(plan.slots, kSlotsY)),
+                  unsigned((plan.slots + kSlotsY - 1) / kSlotsY));
+  const auto reciprocal = [](int32_t x) { return x > 1 ? uint32_t((uint64_t(1) << 32) / x + 1) : 0u; };
+  const Groups groups{reciprocal(p.k_group), reciprocal(p.q_group), p.heads / p.k_group, p.heads / p.q_group};
+  GDN_LAUNCH((chunks<T, M>), grid, 32 * kWarps, kBytes, stream, p, plan, groups);
   check(cudaGetLastError(), "prefill on sm_90a, chunks");
 }
 

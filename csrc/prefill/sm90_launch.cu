@@ -28,7 +28,7 @@ Path path_of(const PrefillParams& p) { return {p.sm90_rows, p.sm90_segment, p.sm
 struct Sizes {
   int64_t slots, segments;
   int32_t heads;  // of a pass: whole groups of q and k heads
-  int64_t records, q_tiles, k_tiles, states, nonzero;
+  int64_t records, q_tiles, k_tiles, states, nonzero, dealt;
 
   Sizes(const PrefillParams& p, const Path& path)
       : slots(slot_count(p, 1)), segments(path.segment > 0 ? slot_count(p, path.segment) : 0) {
@@ -40,8 +40,9 @@ struct Sizes {
     k_tiles = slots * (p.heads / p.k_group) * int64_t(kTileBytes);
     states = segments * heads * 2 * kHead * kHead * 4;
     nonzero = rounded(segments * heads * 4);
+    dealt = 256;
   }
-  int64_t total() const { return records + q_tiles + k_tiles + states + nonzero; }
+  int64_t total() const { return records + q_tiles + k_tiles + states + nonzero + dealt; }
 };
 
 }  // namespace
@@ -65,6 +66,7 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   plan.k_tiles = plan.q_tiles + sizes.q_tiles;
   plan.states = reinterpret_cast<float*>(plan.k_tiles + sizes.k_tiles);
   plan.nonzero = reinterpret_cast<int32_t*>(plan.k_tiles + sizes.k_tiles + sizes.states);
+  plan.dealt = reinterpret_cast<uint32_t*>(plan.nonzero) + sizes.nonzero / 4;
   for (plan.first_head = 0; plan.first_head < p.heads; plan.first_head += sizes.heads) {
     plan.heads = std::min(sizes.heads, p.heads - plan.first_head);
     // As many heads a CTA, a warp each, as share their q and k.

@@ -5,11 +5,14 @@
 //            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
 //            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead.
 //   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
+//   units    a CTA stays on its multiprocessor and takes one unit of work after another: the loads of the next begin while the
+//            last chunks of one are computed. The first warp of the producers says what comes next.
 //   output   goes back through the stage's own V tile and is stored by the producers, before they fill the stage again: with
 //            the consumers doing so, a quarter of their time was spent on waiting for these stores.
 //
 // Split sequences (sm90_launch.cu) use the same code twice: the first pass has no output and starts from nothing or, for the
 // transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
+#include "../common/device.h"
 #include "sequence.cuh"
 #include "sm90_workspace.cuh"
 #include "states.cuh"
@@ -24,7 +27,7 @@ namespace sm90 {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kProducers = 128;
+constexpr int kProducers = 128, kCarriers = 96;
 
 // Shared memory of one stage; a segment's start is a multiple of 1024.
 template <int kGroups>
@@ -39,19 +42,25 @@ struct Stage {
   static constexpr int bytes = (gates + kGateFloats * 4 + 1023) / 1024 * 1024;
 };
 
-// What a CTA does: chunks [begin, end) of a sequence, for one head and its V rows from `v0` on.
+// Chunks [begin, end) of a sequence, for one head and its V rows from `v0` on.
 struct Work {
   int index, head, v0;
   bool first, last;  // of the sequence's segments
   bool transition;   // of the first pass: the segment's transition, from the identity and with V = 0
   int64_t begin, end, segment;
 };
-
-// Behind the stages: the barriers, and what is needed too seldom for a register.
-struct Common {
-  uint64_t full[kStages], empty[kStages], turn[2];
+// What a CTA does next.
+struct Unit {
   Work work;
   Sequence sequence;
+  bool end;  // nothing
+};
+constexpr int kUnits = 4;  // that a CTA knows of at a time
+
+// Behind the stages.
+struct Common {
+  uint64_t full[kStages], empty[kStages], turn[2], unit_full[kUnits], unit_empty[kUnits];
+  Unit units[kUnits];
 };
 
 #ifndef GDN_TURNS
@@ -107,7 +116,7 @@ struct Rows {
 // A chunk's V rows, this thread's part of them; rows that are no tokens become zeros. `v` is its piece of row 0.
 template <int kGroups>
 __device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, const Rows& rows, const uint16_t* v, int thread) {
-  constexpr int kPieces = 8 * kGroups, kStep = kProducers / kPieces;
+  constexpr int kPieces = 8 * kGroups, kStep = kCarriers / kPieces;
   const int c = thread % kPieces;
 #pragma unroll 2
   for (int t = thread / kPieces; t < kChunk; t += kStep) {
@@ -127,90 +136,196 @@ __device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, co
 // those that it copies of V, so that a thread has read what it then overwrites.
 template <int kGroups>
 __device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& rows, uint16_t* output, int64_t stride, bool aligned, int thread) {
-  constexpr int kPieces = 8 * kGroups, kStep = kProducers / kPieces;
-  const int c = thread % kPieces, first = thread / kPieces;
-  output += first * stride;
+  constexpr int kPieces = 8 * kGroups, kStep = kCarriers / kPieces, kBatch = 4;
+  const int c = thread % kPieces;
 #pragma unroll 1
-  for (int i = 0; i < kChunk / kStep; i += 4) {
-    uint4 values[4];
+  for (int t = thread / kPieces; t < rows.to; t += kBatch * kStep) {
+    uint4 values[kBatch];
 #pragma unroll
-    for (int j = 0; j < 4; j++) values[j] = *reinterpret_cast<const uint4*>(tile + v_at<kGroups>(first + (i + j) * kStep, c));
+    for (int j = 0; j < kBatch; j++)
+      if (t + j * kStep < rows.to) values[j] = *reinterpret_cast<const uint4*>(tile + v_at<kGroups>(t + j * kStep, c));
 #pragma unroll
-    for (int j = 0; j < 4; j++, output += kStep * stride) {
-      const int t = first + (i + j) * kStep;
-      if (t < rows.from || t >= rows.to) continue;
+    for (int j = 0; j < kBatch; j++) {
+      const int row = t + j * kStep;
+      if (row < rows.from || row >= rows.to) continue;
+      uint16_t* to = output + row * stride;
       if (aligned) {
-        *reinterpret_cast<uint4*>(output) = values[j];
+        *reinterpret_cast<uint4*>(to) = values[j];
       } else {
         const uint32_t words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
 #pragma unroll
-        for (int e = 0; e < 8; e++) output[e] = uint16_t(words[e / 2] >> (16 * (e % 2)));
+        for (int e = 0; e < 8; e++) to[e] = uint16_t(words[e / 2] >> (16 * (e % 2)));
       }
     }
   }
 }
 
-// The producers: each chunk into the next stage that is free, once the outputs that the consumers left there are out. The first
-// warp starts the bulk copies, one lane each.
+// The unit of a number: segment or sequence, head of the pass, share of its V rows, the last fastest; in the first pass the
+// shares of the transition follow those of V. False if there is nothing to do. A warp together.
 template <int kGroups, bool kOutput>
-__device__ __forceinline__ void produce(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
-  using S = Stage<kGroups>;
-  const Work& work = common.work;
-  const Sequence& sequence = common.sequence;
-  const bool with_v = !work.transition;
-  constexpr int kAll = kTileBytes + kTriangleBytes + kGateFloats * 4 + (kOutput ? kTileBytes + kTriangleBytes : 0);
-  const int thread = threadIdx.x - 128 * kGroups;
-  const int64_t slot = sequence.slot(work.index) + work.begin;
-  // What this lane copies of each chunk.
-  const char* from = nullptr;
-  int64_t step = plan.heads * int64_t(kRecordBytes);
-  int to = 0, bytes = 0;
-  if (thread < 8) {  // strips of coupling and scores
-    const int k = thread % 4;
-    const bool scores = thread >= 4;
-    from = plan.record(slot, work.head) + (scores ? kScoresAt : 0) + strip_at(k);
-    to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = scores && !kOutput ? 0 : strip_bytes(k);
-  } else if (thread == 8) {
-    from = plan.record(slot, work.head) + kGatesAt;
-    to = S::gates, bytes = kGateFloats * 4;
-  } else if (thread == 9 || thread == 10) {
-    const bool q = thread == 10;
-    step = int64_t(p.heads / (q ? p.q_group : p.k_group)) * kTileBytes;
-    from = (q ? plan.q_tiles : plan.k_tiles) + slot * step + work.head / (q ? p.q_group : p.k_group) * kTileBytes;
-    to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
+__device__ __forceinline__ bool find_unit(const PrefillParams& p, const Plan& plan, uint32_t number, Work& work, Sequence& sequence) {
+  constexpr uint32_t kShares = 2 / kGroups, kParts = kOutput ? kShares : 2 * kShares;
+  const uint32_t part = number % kParts;
+  const int64_t which = number / kParts / uint32_t(plan.heads);
+  work.head = plan.first_head + number / kParts % uint32_t(plan.heads);
+  work.v0 = part % kShares * 64 * kGroups;
+  work.transition = !kOutput && part >= kShares;
+  if (plan.path.segment > 0) {
+    if (!find_segment(p, plan, which, work, sequence)) return false;
+  } else {
+    sequence = get_sequence(p, int(which));
+    work.index = int(which), work.begin = 0, work.end = sequence.chunks, work.segment = 0, work.first = work.last = true;
   }
-  const uint16_t* v = static_cast<const uint16_t*>(p.v) + work.head / p.v_group * p.v_stride.head + work.v0 +
-                      sequence.first_token(work.begin) * p.v_stride.token + thread % (8 * kGroups) * 8;
-  uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + work.v0 +
-                     sequence.first_token(work.begin) * p.output_stride.token + thread % (8 * kGroups) * 8;
-  const int chunks = int(work.end - work.begin), first_row = sequence.from(work.begin);
-  const int last_row = work.last && chunks > 0 ? sequence.to(work.end - 1) : kChunk;
-  const auto rows_of = [&](int chunk) { return Rows{chunk == 0 ? first_row : 0, chunk == chunks - 1 ? last_row : kChunk}; };
-  int number = 0, parity = 1;
-  for (int chunk = 0; chunk < chunks + (kOutput ? kStages : 0); chunk++) {
-    uint8_t* stage = stages + number * S::bytes;
-    uint64_t* full = &common.full[number];
-    barrier_wait(&common.empty[number], parity);
-    if (kOutput && chunk >= kStages && chunk - kStages < chunks) {
-      store_output<kGroups>(stage + S::v, rows_of(chunk - kStages), output, p.output_stride.token, plan.output_aligned, thread);
-      output += kChunk * p.output_stride.token;
+  if (kOutput) return sequence.chunks > 0 || p.copy_empty;
+  // Nothing starts from where the last segment ends; the first starts from the true state.
+  return !work.last && !(work.transition && work.first);
+}
+
+// Whether the transition over these chunks cannot be told from zero: its norm is below the least float32. A warp together.
+__device__ __forceinline__ bool transition_is_zero(const Plan& plan, const Sequence& sequence, const Work& work) {
+  float bound = 0.f;
+  for (int64_t c = work.begin + threadIdx.x % 32; c < work.end; c += 32)
+    bound += reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, offset);
+  return bound < -160.f;
+}
+
+// Tells the others what comes next: units are dealt out as CTAs become free, so that long and short sequences mix. A warp
+// together; what it finds goes to shared memory at once, for want of registers.
+template <int kGroups, bool kOutput>
+__device__ __forceinline__ void deal(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t& next, uint32_t turn) {
+  const int lane = threadIdx.x % 32;
+  Unit& unit = common.units[turn % kUnits];
+  barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
+  for (bool dealt = false; !dealt;) {
+    const bool end = next >= count;
+    dealt = end || find_unit<kGroups, kOutput>(p, plan, next, unit.work, unit.sequence);
+    if (!kOutput && dealt && !end && unit.work.transition) {
+      dealt = !transition_is_zero(plan, unit.sequence, unit.work);
+      if (lane == 0 && unit.work.v0 == 0) plan.nonzero[unit.work.segment * plan.heads + unit.work.head - plan.first_head] = dealt;
     }
-    if (chunk < chunks) {
-      if (thread < 32) {
-        if (thread == 0) barrier_arrive_expect(full, kAll);
-        __syncwarp();
-        if (bytes > 0) bulk_copy(stage + to, from, bytes, full);
-        from += step;
-      }
+    unit.end = end;
+    if (!end) {
+      const uint32_t more = lane == 0 ? atomicAdd(&plan.dealt[kOutput], 1u) : 0u;
+      next = gridDim.x + __shfl_sync(0xffffffffu, more, 0);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&common.unit_full[turn % kUnits]);
+}
+
+// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane.
+template <int kGroups, bool kOutput>
+__device__ __forceinline__ void bring(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
+  using S = Stage<kGroups>;
+  constexpr int kAll = kTileBytes + kTriangleBytes + kGateFloats * 4 + (kOutput ? kTileBytes + kTriangleBytes : 0);
+  const int lane = threadIdx.x % 32;
+  uint32_t next = blockIdx.x;
+  int number = 0, parity = 1;
+  // What this lane copies of each chunk, of so many more.
+  const char* from = nullptr;
+  int step = 0, to = 0, bytes = 0, chunks = 0;
+  const auto fill = [&](int count) {
+    chunks -= count;
+    for (; count > 0; count--) {
+      uint64_t* full = &common.full[number];
+      barrier_wait(&common.empty[number], parity);
+      if (lane == 0) barrier_arrive_expect(full, kAll);
+      __syncwarp();
+      if (bytes > 0) bulk_copy(stages + number * S::bytes + to, from, bytes, full);
+      from += step;
+      if (++number == kStages) number = 0, parity ^= 1;
+    }
+  };
+  for (uint32_t turn = 0;; turn++) {
+    // The first unit, or, now that the stages are full and there is time, the one after that at hand.
+    deal<kGroups, kOutput>(common, p, plan, units, next, turn);
+    fill(chunks);
+    barrier_wait(&common.unit_full[turn % kUnits], turn / kUnits % 2);
+    const Unit& unit = common.units[turn % kUnits];
+    if (unit.end) break;
+    const Work& work = unit.work;
+    const int64_t slot = unit.sequence.slot(work.index) + work.begin;
+    step = plan.heads * kRecordBytes, bytes = 0;
+    if (lane < 8) {  // strips of coupling and scores
+      const int k = lane % 4;
+      const bool scores = lane >= 4;
+      from = plan.record(slot, work.head) + (scores ? kScoresAt : 0) + strip_at(k);
+      to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = scores && !kOutput ? 0 : strip_bytes(k);
+    } else if (lane == 8) {
+      from = plan.record(slot, work.head) + kGatesAt;
+      to = S::gates, bytes = kGateFloats * 4;
+    } else if (lane == 9 || lane == 10) {
+      const bool q = lane == 10;
+      step = p.heads / (q ? p.q_group : p.k_group) * kTileBytes;
+      from = (q ? plan.q_tiles : plan.k_tiles) + slot * step + work.head / (q ? p.q_group : p.k_group) * kTileBytes;
+      to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
+    }
+    chunks = int(work.end - work.begin);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&common.unit_empty[turn % kUnits]);
+    fill(chunks < kStages ? chunks : kStages);
+  }
+}
+
+// Carries V into each stage, once the outputs that the consumers left there are out.
+template <int kGroups, bool kOutput>
+__device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
+  using S = Stage<kGroups>;
+  const int thread = threadIdx.x - 128 * kGroups - 32;
+  int number = 0, parity = 1;
+  // Where the outputs of the chunks in the stages go, the oldest first: this thread's piece of row 0.
+  struct Left {
+    uint16_t* output;
+    Rows rows;
+  };
+  Left left[kStages] = {};
+  const auto next_stage = [&](const Left& mine) {
+    barrier_wait(&common.empty[number], parity);
+    if constexpr (kOutput) {
+      if (left[0].rows.to > 0)
+        store_output<kGroups>(stages + number * S::bytes + S::v, left[0].rows, left[0].output, p.output_stride.token, plan.output_aligned, thread);
+#pragma unroll
+      for (int i = 1; i < kStages; i++) left[i - 1] = left[i];
+      left[kStages - 1] = mine;
+    }
+  };
+  for (int place = 0, unit_parity = 0;;) {
+    barrier_wait(&common.unit_full[place], unit_parity);
+    const Unit& unit = common.units[place];
+    if (unit.end) break;
+    const Work& work = unit.work;
+    const bool with_v = !work.transition;
+    const int64_t token = unit.sequence.first_token(work.begin);
+    const int column = work.v0 + thread % (8 * kGroups) * 8;
+    const uint16_t* v = static_cast<const uint16_t*>(p.v) + work.head / p.v_group * p.v_stride.head + token * p.v_stride.token + column;
+    uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + token * p.output_stride.token + column;
+    const int chunks = int(work.end - work.begin), last_row = work.last && chunks > 0 ? unit.sequence.to(work.end - 1) : kChunk;
+    Rows rows{unit.sequence.from(work.begin), kChunk};
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&common.unit_empty[place]);
+    if (++place == kUnits) place = 0, unit_parity ^= 1;
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      if (chunk == chunks - 1) rows.to = last_row;
+      next_stage({output, rows});
+      uint64_t* full = &common.full[number];
       if (with_v) {
-        copy_v<kGroups>(stage + S::v, p, rows_of(chunk), v, thread);
+        copy_v<kGroups>(stages + number * S::bytes + S::v, p, rows, v, thread);
         p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
-        v += kChunk * p.v_stride.token;
       } else {
         barrier_arrive(full);
       }
+      v += kChunk * p.v_stride.token, output += kChunk * p.output_stride.token;
+      rows.from = 0;
+      if (++number == kStages) number = 0, parity ^= 1;
     }
-    if (++number == kStages) number = 0, parity ^= 1;
+  }
+  if constexpr (kOutput) {
+    for (int i = 0; i < kStages; i++) {
+      next_stage({});
+      if (++number == kStages) number = 0, parity ^= 1;
+    }
   }
 }
 
@@ -447,58 +562,10 @@ __device__ __forceinline__ States segment_states(const Plan& plan) {
   return {plan.states, 0, 0, kHead, DType::f32, true};
 }
 
-// The consumers' way through their chunks, with everything that becomes of the state. 
+// The consumers' way through their chunks, with everything that becomes of the state.
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
-  const Work& work = common.work;
-  const Sequence& sequence = common.sequence;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Where this warp's rows of head and row begin.
-  const auto place = [&](const States& states, int64_t row) {
-    return row * states.row + work.head * states.head + (work.v0 + 16 * (threadIdx.x / 32)) * states.v;
-  };
-  const auto segment_place = [&](int which) {
-    return plan.segment_state(work.segment, work.head, which) - plan.states + (work.v0 + 16 * (threadIdx.x / 32)) * kHead;
-  };
-  const bool transition = !kOutput && work.transition;
-  float s[16][4];
-#pragma unroll
-  for (int n = 0; n < 16; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
-  if (transition) {
-#pragma unroll
-    for (int n = 0; n < 16; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
-  } else if (work.first) {
-    if (p.initial.data != nullptr && sequence.read >= 0)
-      load_states(s, p.initial, place(p.initial, sequence.read));
-  } else if (kOutput) {
-    load_states(s, segment_states(plan), segment_place(0));
-  }
-  uint32_t operand[32];
-  float factor[2] = {1.f, 1.f};
-  round_state<M>(operand, s, factor);
-  // The state leaves with its true values.
-  const auto store = [&](const States& states, int64_t offset) {
-    if (kBounded<M>) {
-      const float back[2] = {1.f / factor[0], 1.f / factor[1]};
-      multiply_rows(s, back);
-    }
-    store_states(s, states, offset);
-    if (kBounded<M>) multiply_rows(s, factor);
-  };
-
-  int until_checkpoint = -1, interval = 0, checkpoint = 0;  // in chunks; of the sequence's checkpoints
-  if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0) {
-    const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk, now = before + work.begin;
-    interval = int(every < INT32_MAX ? every : INT32_MAX);
-    until_checkpoint = int(every - now % every < INT32_MAX ? every - now % every : INT32_MAX);
-    checkpoint = int(now / every - before / every);
-  }
-  const int last = work.last && work.end > work.begin ? sequence.to(work.end - 1) : kChunk;
-  int number = 0, parity = 0, left = int(work.end - work.begin);
   // Two groups take turns with X, so that they do not want the tensor cores for the same and the other units for the same.
   const int group = threadIdx.x / 128;
   int turn = 1 - group;
@@ -509,96 +576,143 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     if constexpr (kTurns<kGroups>)
       if (lane == 0) barrier_arrive(&common.turn[1 - group]);
   };
-  float x[8][4], o[8][4];
-  uint32_t v[16];
-  if (left > 0) {
-    barrier_wait(&common.full[0], 0);
-    take_turn();
-    begin_x<M>(x, operand, Tiles<kGroups>(stages).k_columns);
-    load_v<kGroups>(v, stages, !transition, warp, lane);
-    multiply_wait<0>();
-    pin(x);
-    pass_turn();
-  }
-  // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
-  for (; left > 0; left--) {
-    uint8_t* stage = stages + number * Stage<kGroups>::bytes;
-    uint64_t* empty = &common.empty[number];
-    advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, lane);
-    const float factor_of_o[2] = {factor[0], factor[1]};
-    round_state<M>(operand, s, factor);
-    // The last chunk has no successor: what it multiplies instead is not used.
-    uint8_t* next = stage;
-    if (left > 1) {
-      if (++number == kStages) number = 0, parity ^= 1;
-      next = stages + number * Stage<kGroups>::bytes;
-      barrier_wait(&common.full[number], parity);
+  int number = 0, parity = 0;
+  for (uint32_t turn_of_unit = 0;; turn_of_unit++) {
+    const uint32_t unit_place = turn_of_unit % kUnits;
+    barrier_wait(&common.unit_full[unit_place], turn_of_unit / kUnits % 2);
+    if (common.units[unit_place].end) break;
+    const Work& work = common.units[unit_place].work;
+    const Sequence& sequence = common.units[unit_place].sequence;
+    // Where this warp's rows of head and row begin.
+    const auto place = [&](const States& states, int64_t row) {
+      return row * states.row + work.head * states.head + (work.v0 + 16 * (threadIdx.x / 32)) * states.v;
+    };
+    const auto segment_place = [&](int which) {
+      return plan.segment_state(work.segment, work.head, which) - plan.states + (work.v0 + 16 * (threadIdx.x / 32)) * kHead;
+    };
+    const bool transition = !kOutput && work.transition;
+    float s[16][4];
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+    if (transition) {
+#pragma unroll
+      for (int n = 0; n < 16; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
+    } else if (work.first) {
+      if (p.initial.data != nullptr && sequence.read >= 0)
+        load_states(s, p.initial, place(p.initial, sequence.read));
+    } else if (kOutput) {
+      load_states(s, segment_states(plan), segment_place(0));
     }
-    take_turn();
-    begin_x<M>(x, operand, Tiles<kGroups>(next).k_columns);
-    if constexpr (kOutput) {
-      multiply_wait<1>();
-      pin(o);
-      if (kBounded<M> && !is_one(factor_of_o)) {
-        const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
-        multiply_rows(o, back);
+    uint32_t operand[32];
+    float factor[2] = {1.f, 1.f};
+    round_state<M>(operand, s, factor);
+    // The state leaves with its true values.
+    const auto store = [&](const States& states, int64_t offset) {
+      if (kBounded<M>) {
+        const float back[2] = {1.f / factor[0], 1.f / factor[1]};
+        multiply_rows(s, back);
       }
-      uint32_t rounded[16];
-      to_operand<T>(rounded, o);
-      put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
+      store_states(s, states, offset);
+      if (kBounded<M>) multiply_rows(s, factor);
+    };
+
+    // In chunks; no boundary is further than any sequence is long.
+    int until_checkpoint = INT32_MAX, checkpoint = 0;
+    if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0) {
+      const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk, now = before + work.begin;
+      until_checkpoint = int(every - now % every < INT32_MAX ? every - now % every : INT32_MAX);
+      checkpoint = int(now / every - before / every);
+    }
+    int left = int(work.end - work.begin);
+    float x[8][4], o[8][4];
+    uint32_t v[16];
+    if (left > 0) {
+      const uint8_t* stage = stages + number * Stage<kGroups>::bytes;
+      barrier_wait(&common.full[number], parity);
+      take_turn();
+      begin_x<M>(x, operand, Tiles<kGroups>(stage).k_columns);
+      load_v<kGroups>(v, stage, !transition, warp, lane);
+      multiply_wait<0>();
+      pin(x);
+      pass_turn();
+    }
+    // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
+    for (; left > 0; left--) {
+      uint8_t* stage = stages + number * Stage<kGroups>::bytes;
+      uint64_t* empty = &common.empty[number];
+      advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, lane);
+      const float factor_of_o[2] = {factor[0], factor[1]};
+      round_state<M>(operand, s, factor);
+      // The last chunk has no successor: what it multiplies instead is not used.
+      uint8_t* next = stage;
+      if (++number == kStages) number = 0, parity ^= 1;
+      if (left > 1) {
+        next = stages + number * Stage<kGroups>::bytes;
+        barrier_wait(&common.full[number], parity);
+      }
+      take_turn();
+      begin_x<M>(x, operand, Tiles<kGroups>(next).k_columns);
+      if constexpr (kOutput) {
+        multiply_wait<1>();
+        pin(o);
+        if (kBounded<M> && !is_one(factor_of_o)) {
+          const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
+          multiply_rows(o, back);
+        }
+        uint32_t rounded[16];
+        to_operand<T>(rounded, o);
+        put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty);
+      if (left > 1) load_v<kGroups>(v, next, !transition, warp, lane);
+      multiply_wait<0>();
+      pin(x);
+      pass_turn();
+      if constexpr (kOutput) {
+        // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
+        if (--until_checkpoint == 0 && (left > 1 || !work.last || sequence.to(work.end - 1) == kChunk)) {
+          const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
+          const int64_t entry = sequence.starts + checkpoint;
+          const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
+          if (at >= 0) store(p.checkpoints, place(p.checkpoints, at));
+          const int64_t every = p.checkpoint_every / kChunk;
+          until_checkpoint = int(every < INT32_MAX ? every : INT32_MAX), checkpoint++;
+        }
+      }
+    }
+    if constexpr (kOutput) {
+      if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
+    } else {
+      store(segment_states(plan), segment_place(transition));
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
-    if (left > 1) load_v<kGroups>(v, next, !transition, warp, lane);
-    multiply_wait<0>();
-    pin(x);
-    pass_turn();
-    if constexpr (kOutput) {
-      // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
-      if (--until_checkpoint == 0 && (left > 1 || last == kChunk)) {
-        const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-        const int64_t entry = sequence.starts + checkpoint;
-        const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
-        if (at >= 0) store(p.checkpoints, place(p.checkpoints, at));
-        until_checkpoint = interval, checkpoint++;
-      }
-    }
-  }
-  if constexpr (kOutput) {
-    if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
-  } else {
-    store(segment_states(plan), segment_place(transition));
+    if (lane == 0) barrier_arrive(&common.unit_empty[unit_place]);
   }
 }
 
-// Whether the transition over these chunks cannot be told from zero: its norm is below the least float32. A warp together.
-__device__ __forceinline__ bool transition_is_zero(const Plan& plan, const Sequence& sequence, const Work& work) {
-  float bound = 0.f;
-  for (int64_t c = work.begin + threadIdx.x % 32; c < work.end; c += 32)
-    bound += reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, offset);
-  return bound < -160.f;
-}
-
-// Grid with output: segment or sequence, head of the pass, share of its V rows, the last fastest.
-// First pass: segment, head, share of the V rows and then of the transition's.
+// As many CTAs as there are multiprocessors, or units if these are fewer.
 template <class T, class M, int kGroups, bool kOutput>
 __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
-    recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan) {
+    recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan, const uint32_t units) {
   using S = Stage<kGroups>;
   GDN_SHARED(unaligned);
   let_next_start();
-  constexpr int kShares = 2 / kGroups, kParts = kOutput ? kShares : 2 * kShares;
-  const int part = blockIdx.x % kParts;
-  const int64_t unit = blockIdx.x / kParts / plan.heads;
   uint8_t* stages = align_shared(unaligned, 1024);
   auto& common = *reinterpret_cast<Common*>(stages + kStages * S::bytes);
   // What needs nothing of the kernel before. What lies above the diagonal is never copied, and zero.
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(&common.full[i], kProducers + 1);
+      barrier_init(&common.full[i], kCarriers + 1);
       barrier_init(&common.empty[i], 4 * kGroups);
+    }
+    for (int i = 0; i < kUnits; i++) {
+      barrier_init(&common.unit_full[i], 1);
+      barrier_init(&common.unit_empty[i], 4 * kGroups + kProducers / 32);
     }
     barrier_init(&common.turn[0], 4), barrier_init(&common.turn[1], 4);
     barrier_init_done();
@@ -609,38 +723,16 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   }
   fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
-  Work work;
-  Sequence sequence;
-  work.head = plan.first_head + blockIdx.x / kParts % plan.heads;
-  work.v0 = part % kShares * 64 * kGroups;
-  bool found = true;
-  if (plan.path.segment > 0) {
-    found = find_segment(p, plan, unit, work, sequence);
-  } else {
-    sequence = get_sequence(p, int(unit));
-    work.index = int(unit), work.begin = 0, work.end = sequence.chunks, work.segment = 0, work.first = work.last = true;
-  }
-  work.transition = !kOutput && part >= kShares;
-  wait_for_previous();
-  if (!found) return;
-  if (kOutput) {
-    if (sequence.chunks == 0 && !p.copy_empty) return;
-  } else {
-    if (work.last) return;  // nothing starts from where it ends
-    if (work.transition) {
-      if (work.first) return;  // it starts from the true state
-      const bool zero = transition_is_zero(plan, sequence, work);
-      if (threadIdx.x == 0 && work.v0 == 0) plan.nonzero[work.segment * plan.heads + work.head - plan.first_head] = !zero;
-      if (zero) return;
-    }
-  }
-  if (threadIdx.x == 0) common.work = work, common.sequence = sequence;
   __syncthreads();
+  wait_for_previous();
   if (threadIdx.x >= 128 * kGroups) {
-    if constexpr (kGroups == 2) registers_down<56>();
-    produce<kGroups, kOutput>(stages, common, p, plan);
+    if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
+    if (threadIdx.x < 128 * kGroups + 32)
+      bring<kGroups, kOutput>(stages, common, p, plan, units);
+    else
+      carry<kGroups, kOutput>(stages, common, p, plan);
   } else {
-    if constexpr (kGroups == 2) registers_up<224>();
+    if constexpr (kGroups == 2) registers_up<(kOutput ? 216 : 200)>();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
   }
 }
@@ -658,8 +750,9 @@ void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
     if (device < 64) allowed[device] = true;
   }
   const int64_t units = plan.path.segment > 0 ? plan.segments : p.num_seqs;
-  const int64_t grid = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
-  GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan);
+  const int64_t all = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
+  const int64_t grid = all < multiprocessors() ? all : multiprocessors();
+  GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan, uint32_t(all));
   check(cudaGetLastError(), kOutput ? "prefill on sm_90a, recurrence" : "prefill on sm_90a, first pass");
 }
 

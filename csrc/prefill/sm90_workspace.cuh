@@ -58,6 +58,7 @@ struct Plan {
   // then, in place of the former, the state that the segment starts from.
   float* states;
   int32_t* nonzero;  // [segments, heads]: whether the transition is not zero to the last bit
+  uint32_t* dealt;   // [2]: units of the first pass and of the recurrence that CTAs have taken; the first kernel sets them to 0
 
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;

@@ -168,6 +168,23 @@ def test_heads_of_a_group_share_a_program_to_the_bit():
     assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
 
+def test_a_checkpoint_interval_beyond_every_sequence():
+    """The largest that there is: no checkpoint, and no arithmetic that runs over."""
+    tk = tokens(Dims(1, 1, 1, 64, 64), (130, 64))
+    rows = torch.tensor([0, 0], dtype=torch.int32, device=DEVICE)
+    kept = torch.full((1, 1, 64, 64), cases.NAN, device=DEVICE)
+    expected, _ = tk.reference()
+    output, _ = door(
+        gdn_multi.chunk_gated_delta_rule,
+        **tk.arguments(
+            output_final_state=True, checkpoint_every_n_tokens=2**31 - 64, state_checkpoints=kept,
+            checkpoint_cu_starts=rows, checkpoint_state_indices=rows[:1], prefix_lens=rows + 70,
+        ),
+    )  # fmt: skip
+    tk.check_output(output, expected)
+    assert torch.isnan(kept).all()
+
+
 # --- gates and the inverse ------------------------------------------------------------------------
 
 
@@ -281,6 +298,53 @@ def test_a_plan_serves_other_contents():
     assert len(prefill.plans) == 2
 
 
+def launches_of(tk: Tokens, **more):
+    """The launches that a call would make, without making them."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill.Launch, "__call__", lambda launch, *_: seen.append(launch))
+        door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(**more))
+    return seen
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_every_launch_but_the_first_is_dependent(chunks, monkeypatch):
+    """Each waits for the one before it, and the first one for all that went before the call."""
+    monkeypatch.setattr(heuristics, "_dependent", lambda device: True)
+    tk = tokens(Dims(1, 1, 1, 64, 64), (64 * 5,))
+
+    def flag(launch, name):
+        names = launch.kernel.arg_names
+        return launch.fixed[names.index(name) - len(names)] if name in names else None
+
+    for dependent in (True, False):
+        cut(chunks)
+        heuristics.OVERRIDES["dependent"] = dependent
+        first, *others = launches_of(tk)
+        assert len(others) == (3 if chunks else 1)
+        assert "launch_pdl" not in first.options and flag(first, "AFTER") is None
+        for launch in others:
+            assert launch.options.get("launch_pdl", False) == flag(launch, "AFTER") == dependent
+        # The last kernel lets nobody in early: what follows a call knows nothing of it.
+        assert not flag(others[-1], "RELEASE")
+
+
+def test_who_takes_places_early():
+    """Programs that fit once on every SM wait, lest two share one; unless two cannot."""
+    assert not heuristics.early(programs=100, exclusive=False, sms=132)
+    assert heuristics.early(programs=100, exclusive=True, sms=132)
+    assert heuristics.early(programs=200, exclusive=False, sms=132)
+
+
+def test_a_call_is_planned_once(monkeypatch):
+    """Although it is asked what it did as well."""
+    keys = []
+    key = prefill._key
+    monkeypatch.setattr(prefill, "_key", lambda request: keys.append(key(request)) or keys[-1])
+    check(tokens(Dims(1, 1, 1, 64, 64), (70,)))
+    assert len(keys) == 1
+
+
 def test_batch_invariance(monkeypatch):
     """Alone or with others, heads together or not on offer: the same bits."""
     monkeypatch.setenv("GDN_MULTI_BATCH_INVARIANT", "1")
@@ -366,6 +430,27 @@ def test_work_area():
         said = plan.record_bytes + 4 * plan.segments
         assert said <= used <= said + (4 << 20)  # the allocator rounds large blocks to 2 MiB
         assert plan.record_bytes == (4096 // 64 + 1) * 8 * (2 * 64 * 64 * 2 + 2 * 64 * 4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("lengths", [(4096,), (700, 64, 0, 333), (64,) * 40])
+def test_dependent_launches_change_no_bit(lengths):
+    """Whether a kernel's programs start early, late, or behind the kernel before: also where some have nothing to do."""
+    tk = Tokens(Dims(2, 2, 8, 128, 128), lengths, device=DEVICE, dtype=BF16)
+    initial = random_states(len(lengths), tk.dims).to(DEVICE)
+    for chunks in (0, 8):
+        results = []
+        for overrides in ({"dependent": False}, {"early": False}, {"early": True}):
+            heuristics.OVERRIDES.update(overrides)
+            cut(chunks)
+            for _ in range(10):
+                results.append(door(
+                    gdn_multi.chunk_gated_delta_rule, **tk.arguments(initial_state=initial, output_final_state=True)
+                ))  # fmt: skip
+            for name in overrides:
+                del heuristics.OVERRIDES[name]
+        for output, final in results[1:]:
+            assert same_bits(output, results[0][0]) and same_bits(final, results[0][1])
 
 
 @on_a_gpu
