@@ -376,9 +376,10 @@ def express_decode(function: str, options: tuple, output: torch.Tensor | None, *
 
 
 def _without_data(request: Request) -> Request:
-    """A copy that keeps no tensor alive: sizes and dtypes of what the call allocates stay."""
+    """A copy that keeps no tensor alive: sizes and dtypes of what the call allocates stay, what a backend left there does not."""
     kept = {}
-    for name, value in request.__dict__.items():
+    for name in request.__dataclass_fields__:
+        value = getattr(request, name)
         if isinstance(value, torch.Tensor):
             value = torch.empty_like(value, device="meta") if name in ("output", "final_state") else None
         elif isinstance(value, PageTable):

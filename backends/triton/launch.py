@@ -18,6 +18,9 @@ import triton
 
 _data_ptr = torch.Tensor.data_ptr
 
+#: Where there are tensors on a GPU, nothing needs to be initialised before asking for the device.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
 #: As Triton's launcher would find it, but without looking for the current device first.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -37,11 +40,25 @@ def supports_dependent_launch(device: torch.device) -> bool:
 #: Compiled kernels take all arguments, constants included, from Triton 3.3 on.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
+#: Where Triton keeps the hooks of profilers; None where it is elsewhere, before 3.4.
+_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to hear of launches: then they go the way that tells it."""
+    if _runtime is None:
+        return True
+    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
+        # A chain of hooks, which may be empty, or a function.
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
 
 class Launch:
     """A kernel with its grid and its fixed arguments; called with the tensors, which come first."""
 
-    __slots__ = ("kernel", "grid", "device", "fixed", "options", "_compiled")
+    __slots__ = ("kernel", "grid", "device", "fixed", "options", "_compiled", "_run", "_middle")
 
     def __init__(self, kernel, grid: tuple[int, ...], device: torch.device, fixed: tuple[Any, ...], **options: Any):
         self.kernel = kernel
@@ -52,11 +69,12 @@ class Launch:
         self.fixed = fixed
         # A multiplication and an addition make one FMA; Triton's default for this differs between versions.
         self.options: dict[str, Any] = {"enable_fp_fusion": True, **options}
-        self._compiled = None
+        self._compiled = None  # with what hooks are told
+        self._run = self._middle = None  # without
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         device = self.device
-        if device is not None and device != torch.cuda.current_device():
+        if device is not None and device != _current_device():
             with torch.cuda.device(device):  # Triton launches on the current device and its current stream
                 self._launch(tensors)
         else:
@@ -65,8 +83,15 @@ class Launch:
     def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._compiled is not None:
             # Addresses instead of tensors: the launcher then asks the driver nothing about them.
-            self._compiled(*map(_data_ptr, tensors), *self.fixed, stream=_raw_stream(self.device))
+            stream = _raw_stream(self.device)
+            if _hooked():
+                self._compiled(*map(_data_ptr, tensors), *self.fixed, stream=stream)
+            else:
+                self._run(*self.grid, stream, *self._middle, *map(_data_ptr, tensors), *self.fixed)
             return
         compiled = self.kernel[self.grid](*tensors, *self.fixed, **self.options)
         if _DIRECT and _raw_stream is not None and hasattr(compiled, "__getitem__"):  # None under the interpreter
+            # As JITFunction.run calls it, with nothing for the launch's metadata and no hooks.
+            self._run = compiled.run
+            self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
             self._compiled = compiled[self.grid]

@@ -20,6 +20,9 @@ segments of chunks: ``recur`` then first finds each segment's end state from a z
 [K, K] matrix M with S_end = S_start M + S_local: the same recurrence over K more rows that start as the identity and
 have v = 0); ``scan`` turns these into the true start of every segment; ``recur`` runs again from there.
 
+From sm_90 on these are dependent launches: a kernel's programs may start while the one before is still running (AFTER,
+RELEASE). Until they wait for its end they read only what was there before the call: lengths, page tables, states.
+
 Work areas are indexed by slots. Sequence i owns the chunk slots from ``(cu[i] - cu[0]) // 64 + EXTRA * i`` on, which
 needs nothing from the host but bounds: chunks that are cut at both ends make at most two slots more than tokens / 64.
 Segments likewise.
@@ -93,31 +96,32 @@ def _first_slot(begin, first_token, i, slot_tokens, EXTRA: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of_slot(
-    slot, cu_seqlens, prefixes, last_page_len, num_seqs, slot_tokens, PREFIX: tl.constexpr, EXTRA: tl.constexpr
-):
-    """The last sequence whose first slot is not after ``slot``."""
+def _sequence_of_chunk(
+    slot, cu_seqlens, prefixes, last_page_len, num_seqs, PREFIX: tl.constexpr, EXTRA: tl.constexpr
+):  # fmt: skip
+    """The last sequence whose first chunk slot is not after ``slot``."""
     BLOCK: tl.constexpr = 128
+    NEVER: tl.constexpr = -0x80000000
     first_token = tl.load(cu_seqlens).to(tl.int64)
     found = 0
     for i0 in range(0, num_seqs, BLOCK):
         i = i0 + tl.arange(0, BLOCK)
         begin = tl.load(cu_seqlens + i, mask=i < num_seqs, other=0).to(tl.int64)
-        before = (i < num_seqs) & (_first_slot(begin, first_token, i, slot_tokens, EXTRA) <= slot)
-        # Nothing there is negative: this asks for the lines that are read when the sequence is known, while cu_seqlens
-        # is on its way.
+        before = (i < num_seqs) & (_first_slot(begin, first_token, i, CHUNK, EXTRA) <= slot)
+        # Always true: this asks for the lines that are read when the sequence is known, while cu_seqlens is on its way.
         if PREFIX != NO_PREFIX:
-            before = before & (tl.load(prefixes + i, mask=i < num_seqs, other=0) >= 0)
+            before = before & (tl.load(prefixes + i, mask=i < num_seqs, other=0) != NEVER)
         if PREFIX == PAGES:
-            before = before & (tl.load(last_page_len + i, mask=i < num_seqs, other=0) >= 0)
+            before = before & (tl.load(last_page_len + i, mask=i < num_seqs, other=0) != NEVER)
         found += tl.sum(before.to(tl.int32), axis=0)
     return found - 1
 
 
 @triton.jit
 def _sequence_of_segment(slot, cu_seqlens, num_seqs, slot_tokens, EXTRA: tl.constexpr):
-    """The same by bisection. It takes longer for many sequences, but after a reduction the assembler no longer knows
-    that a warp's threads are together, and computes the descriptors of every product of ``recur`` again."""
+    """The same for a segment's slot, by bisection: after a reduction the assembler no longer knows that the threads of
+    a warp are together, and ``recur`` would then move the descriptors of all its products to where they must be, again
+    for every chunk."""
     first_token = tl.load(cu_seqlens).to(tl.int64)
     low = 0
     high = tl.minimum(num_seqs - 1, slot // EXTRA)
@@ -226,7 +230,7 @@ def prepare(
                     at = output + t[:, None] * o_stride_t + bare_head * o_stride_h + d[None, :]
                     tl.store(at, tl.zeros((CHUNK, BLOCK_V), dtype), mask=bare[:, None] & (d < V)[None, :])
 
-    i = _sequence_of_slot(slot, cu_seqlens, prefixes, last_page_len, num_seqs, CHUNK, PREFIX, EXTRA)
+    i = _sequence_of_chunk(slot, cu_seqlens, prefixes, last_page_len, num_seqs, PREFIX, EXTRA)
     begin, end, prefix = _sequence(i, cu_seqlens, prefixes, last_page_len, page_size, PREFIX)
     chunk = slot - _first_slot(begin, tl.load(cu_seqlens).to(tl.int64), i, CHUNK, EXTRA)
     first = begin - prefix % CHUNK + chunk * CHUNK
@@ -340,7 +344,7 @@ def _store_state(
     K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of a state head, 32 columns at a time: a larger piece would need registers and shared memory that the loop
-    over chunks, which runs before and after it, wants."""
+    over chunks, of which this is a part, wants."""
     WIDTH: tl.constexpr = 32 if BLOCK_K > 32 else BLOCK_K
     PIECES: tl.constexpr = BLOCK_K // WIDTH
     states += row * stride_r + head * stride_h
@@ -535,7 +539,6 @@ def recur(
         tile_v = tl.reshape(tl.permute(tl.reshape(tile_v, (BLOCK_V, 4, 8, 2)), (0, 2, 1, 3)), (BLOCK_V, CHUNK))
         tile_T = tl.load(T_at + r[:, None] * CHUNK + r[None, :])
         gamma = tl.load(vectors + r)[None, :]
-        rest = tl.load(vectors + CHUNK + r)[None, :]
         decay = tl.load(vectors + CHUNK - 1)
 
         S_low = S.to(dtype)
@@ -549,6 +552,8 @@ def recur(
             O = tl.dot(U.to(dtype), tl.trans(tile_P), O, input_precision=DOT)
             O = tl.reshape(tl.permute(tl.reshape(O.to(dtype), (BLOCK_V, 8, 4, 2)), (0, 2, 1, 3)), (BLOCK_V, CHUNK))
             tl.store(output + first * O_STRIDE + (dealt[None, :] * O_STRIDE + rows[:, None]), O, mask=mask_v)
+        # Not earlier: registers are scarce.
+        rest = tl.load(vectors + CHUNK + r)[None, :]
         S = tl.dot((U * rest).to(dtype), tile_k, S * decay, input_precision=DOT)
         if STORES:
             # In the loop, so that the next chunks' tiles come in meanwhile.

@@ -8,6 +8,7 @@
 // warp waits for another. `M` is the type of the operands that are left: the inputs' own, or fp16, whose mantissa is
 // three bits longer.
 #include <algorithm>
+#include <cstring>
 
 #include "sequence.cuh"
 #include "sm90_workspace.cuh"
@@ -62,6 +63,33 @@ __device__ __forceinline__ float square(const float4* products, int t) {
   const float4 x = products[(2 * keys_block(b, b) + h) * 32 + 4 * g + g / 2];
   return h == 0 ? (g % 2 == 0 ? x.x : x.y) : (g % 2 == 0 ? x.z : x.w);
 }
+
+// --- copies ------------------------------------------------------------------------------------------------------------
+
+// copy_async of what is read once: it leaves L2 before anything else does. And a bulk copy to global memory, run by the copy
+// engine; `from` may be written again when bulk_store_wait has returned.
+#ifdef GDN_EMULATE
+inline void copy_once(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
+inline void bulk_store(void* to, const void* from, int bytes) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
+  std::memcpy(to, from, bytes);
+}
+inline void bulk_store_wait() {}
+#else
+__device__ __forceinline__ void copy_once(void* to, const void* from, bool valid) {
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}\n" ::"r"(shared_address(to)),
+      "l"(from), "r"(valid ? 16 : 0)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+#endif
 
 // --- gates -------------------------------------------------------------------------------------------------------------
 
@@ -136,13 +164,22 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
     gates.sum[t] = sum[i], gates.beta[t] = beta[i], gates.zeros[t] = zeros[i];
   }
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
+  // All loads, then all that hangs on them.
+  float from_start[2], to_end[2];
+  bool start_zeros[2], end_zeros[2];
+  both([&](int i) {
     const int t = lane + 32 * i, end = t | 15, start = t < 16 ? 0 : t / 16 * 16 - 1;
-    const float before = gates.zeros[start] == zeros[i] ? exp2_approximate(sum[i] - gates.sum[start]) : 0.f;
-    gates.before[t] = before, gates.target[t] = beta[i] * before;
-    gates.after[t] = gates.zeros[end] == zeros[i] ? exp2_approximate(gates.sum[end] - sum[i]) : 0.f;
-  }
+    from_start[i] = sum[i] - gates.sum[start], start_zeros[i] = gates.zeros[start] != zeros[i];
+    to_end[i] = gates.sum[end] - sum[i], end_zeros[i] = gates.zeros[end] != zeros[i];
+  });
+  both([&](int i) {
+    from_start[i] = exp2_approximate(from_start[i]), to_end[i] = exp2_approximate(to_end[i]);
+    from_start[i] = start_zeros[i] ? 0.f : from_start[i], to_end[i] = end_zeros[i] ? 0.f : to_end[i];
+  });
+  both([&](int i) {
+    const int t = lane + 32 * i;
+    gates.before[t] = from_start[i], gates.target[t] = beta[i] * from_start[i], gates.after[t] = to_end[i];
+  });
   __syncwarp();
 }
 
@@ -197,7 +234,7 @@ __device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, co
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) copy_async(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
+      for (int j = 0; j < 4; j++) copy_once(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -215,10 +252,10 @@ __device__ __forceinline__ void each_word(uint4& x, F&& f) {
   f(x.x), f(x.y), f(x.z), f(x.w);
 }
 
-// The same pieces normalised if wanted; and out, the same image. fp16 for bf16 has to take any row: what was not normalised
+// The same pieces normalised if wanted, in place. fp16 for bf16 has to take any row: what was not normalised
 // is divided by a power of two, which goes to `scales`.
 template <class T, class M>
-__device__ __forceinline__ void store_rows(uint8_t* tile, const Place& place, bool l2norm, char* copy, float* scales) {
+__device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place, bool l2norm, float* scales) {
   float scale[2] = {1.f, 1.f};
   uint4 x[2][4];
 #pragma unroll
@@ -291,11 +328,6 @@ __device__ __forceinline__ void store_rows(uint8_t* tile, const Place& place, bo
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(tile + place(i, j)) = x[i][j];
-  if (copy != nullptr)
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(copy + place(i, j)) = x[i][j];
   const int row = tile_row();
   if (threadIdx.x % 4 == 0) scales[row] = scale[0], scales[row + 8] = scale[1];
 }
@@ -562,17 +594,19 @@ struct Groups {
 
 __device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal == 0 ? x : int(uint64_t(x) * reciprocal >> 32); }
 
-// Grid: x = share of the pass's heads, y and z = slot. Neighbours run at the same time and read what lies side by side: one
-// token's heads of q, k and gates.
+// Grid: x = share of the pass's heads, y and z = slot, the last first. Neighbours run at the same time and read what lies side
+// by side: one token's heads of q, k and gates. And what the recurrence begins with is written last, and still in L2.
 template <class T, class M>
 __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan,
                                                            const __grid_constant__ Groups groups) {
   GDN_SHARED(unaligned);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int64_t slot = int64_t(blockIdx.z) * kSlotsY + blockIdx.y;
+  const int64_t slot = plan.slots - 1 - (int64_t(blockIdx.z) * kSlotsY + blockIdx.y);
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x < 2) plan.dealt[threadIdx.x] = 0;  // before any exit
+  if (slot < 0) return;
   let_next_start();
   const int index = find_sequence(p, slot);
-  if (index < 0 || slot >= plan.slots) return;
+  if (index < 0) return;
   const Sequence sequence = get_sequence(p, index);
   const int64_t c = slot - sequence.slot(index);
   if (c >= sequence.chunks) return;
@@ -598,15 +632,18 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
       make_gates(p, gates[warp], bits, from, to);
     }
     copy_wait<0>();
-    // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
-    char* k_copy = kh * p.k_group == first_head ? plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes : nullptr;
-    char* q_copy = qh * p.q_group == first_head ? plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes : nullptr;
 #pragma unroll 1
     for (int i = 0; i < 2; i++)
-      store_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? k_copy : q_copy, i == 0 ? rows.k_scale : rows.q_scale);
+      normalise_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? rows.k_scale : rows.q_scale);
   }
   fence_async_proxy();
   __syncthreads();
+  if (threadIdx.x == 0) {
+    // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
+    if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
+    if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
+  }
+  __syncwarp();
 
   // Rows 16 warp.. of K K^T and Q K^T.
   float kk[8][4], qk[8][4];
@@ -630,6 +667,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   };
   multiply_rows(kk, k_tile);
   multiply_rows(qk, q_tile);
+  if (threadIdx.x == 0) bulk_store_wait();
   __syncthreads();  // the tiles are done with
   float4* keys = products + 2 * (keys_block(warp, warp) - warp) * 32 + lane;
   float4* scores = products + 2 * scores_block(warp, 0) * 32 + lane;

@@ -32,7 +32,7 @@ constexpr int kProducers = 128, kCarriers = 96;
 // Shared memory of one stage; a segment's start is a multiple of 1024.
 template <int kGroups>
 struct Stage {
-  static constexpr int v_row_bytes = 128 * kGroups;
+  static constexpr int v_row_bytes = 128 * kGroups + 16;  // so that eight rows' pieces lie in different banks
   static constexpr int k = 0;
   static constexpr int q = kTileBytes;
   static constexpr int coupling = 2 * kTileBytes;
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan&
 // Where 16-byte piece c of row t of the V tile lies.
 template <int kGroups>
 __device__ __forceinline__ int v_at(int t, int c) {
-  return t * Stage<kGroups>::v_row_bytes + (c ^ (t & 7)) * 16;
+  return t * Stage<kGroups>::v_row_bytes + c * 16;
 }
 
 // Rows [from, to) of chunk c of a sequence are tokens.
@@ -113,49 +113,75 @@ struct Rows {
   int from, to;
 };
 
-// A chunk's V rows, this thread's part of them; rows that are no tokens become zeros. `v` is its piece of row 0.
+// What a thread carries of a chunk's rows: piece `c`, of every kRows-th row from `first` on.
 template <int kGroups>
-__device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, const Rows& rows, const uint16_t* v, int thread) {
-  constexpr int kPieces = 8 * kGroups, kStep = kCarriers / kPieces;
-  const int c = thread % kPieces;
-#pragma unroll 2
-  for (int t = thread / kPieces; t < kChunk; t += kStep) {
+struct Share {
+  static constexpr int kPieces = 8 * kGroups, kRows = kCarriers / kPieces, kTimes = (kChunk + kRows - 1) / kRows;
+  int c, first;
+
+  __device__ __forceinline__ explicit Share(int thread) : c(thread % kPieces), first(thread / kPieces) {}
+};
+
+// V rows; those that are no tokens become zeros. `v` is the share's piece of row 0.
+template <int kGroups>
+__device__ __forceinline__ void copy_v(uint8_t* tile, const PrefillParams& p, const Rows& rows, const uint16_t* v, const Share<kGroups>& share) {
+  using Mine = Share<kGroups>;
+  uint8_t* to = tile + v_at<kGroups>(share.first, share.c);
+  const uint16_t* from = v + share.first * p.v_stride.token;
+  const int64_t step = Mine::kRows * p.v_stride.token;
+  if (p.v_aligned && rows.from == 0 && rows.to == kChunk) {
+#pragma unroll
+    for (int i = 0; i < Mine::kTimes; i++, from += step)
+      if ((i + 1) * Mine::kRows <= kChunk || share.first + i * Mine::kRows < kChunk) copy_async(to + v_at<kGroups>(i * Mine::kRows, 0), from, true);
+    return;
+  }
+#pragma unroll 1
+  for (int t = share.first; t < kChunk; t += Mine::kRows, to += v_at<kGroups>(Mine::kRows, 0), from += step) {
     const bool valid = t >= rows.from && t < rows.to;
-    uint8_t* to = tile + v_at<kGroups>(t, c);
-    const uint16_t* from = valid ? v + t * p.v_stride.token : static_cast<const uint16_t*>(p.v);
+    const uint16_t* row = valid ? from : static_cast<const uint16_t*>(p.v);
     if (p.v_aligned) {
-      copy_async(to, from, valid);
+      copy_async(to, row, valid);
     } else {
 #pragma unroll
-      for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = valid ? from[j] : uint16_t(0);
+      for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = valid ? row[j] : uint16_t(0);
     }
   }
 }
 
-// A chunk's outputs, from the V tile that the consumers left them in. `output` is this thread's piece of row 0; the pieces are
-// those that it copies of V, so that a thread has read what it then overwrites.
+// A chunk's outputs, from the V tile that the consumers left them in: a thread reads what it then overwrites with V. `output` is
+// the share's piece of row 0.
 template <int kGroups>
-__device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& rows, uint16_t* output, int64_t stride, bool aligned, int thread) {
-  constexpr int kPieces = 8 * kGroups, kStep = kCarriers / kPieces, kBatch = 4;
-  const int c = thread % kPieces;
+__device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& rows, uint16_t* output, int64_t stride, bool aligned, const Share<kGroups>& share) {
+  using Mine = Share<kGroups>;
+  const uint8_t* from = tile + v_at<kGroups>(share.first, share.c);
+  uint16_t* to = output + share.first * stride;
+  const int64_t step = Mine::kRows * stride;
+  if (aligned && rows.from == 0 && rows.to == kChunk) {
+    constexpr int kBatch = 4;
+#pragma unroll
+    for (int i = 0; i < Mine::kTimes; i += kBatch) {
+      uint4 values[kBatch];
+      // The tile's last rows may be none of this thread's: it reads what lies behind the tile, and drops it.
+#pragma unroll
+      for (int j = 0; j < kBatch; j++)
+        if (i + j < Mine::kTimes) values[j] = *reinterpret_cast<const uint4*>(from + v_at<kGroups>((i + j) * Mine::kRows, 0));
+#pragma unroll
+      for (int j = 0; j < kBatch; j++, to += step)
+        if ((i + j + 1) * Mine::kRows <= kChunk || (i + j < Mine::kTimes && share.first + (i + j) * Mine::kRows < kChunk))
+          *reinterpret_cast<uint4*>(to) = values[j];
+    }
+    return;
+  }
 #pragma unroll 1
-  for (int t = thread / kPieces; t < rows.to; t += kBatch * kStep) {
-    uint4 values[kBatch];
+  for (int t = share.first; t < rows.to; t += Mine::kRows, from += v_at<kGroups>(Mine::kRows, 0), to += step) {
+    if (t < rows.from) continue;
+    const uint4 value = *reinterpret_cast<const uint4*>(from);
+    if (aligned) {
+      *reinterpret_cast<uint4*>(to) = value;
+    } else {
+      const uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
-    for (int j = 0; j < kBatch; j++)
-      if (t + j * kStep < rows.to) values[j] = *reinterpret_cast<const uint4*>(tile + v_at<kGroups>(t + j * kStep, c));
-#pragma unroll
-    for (int j = 0; j < kBatch; j++) {
-      const int row = t + j * kStep;
-      if (row < rows.from || row >= rows.to) continue;
-      uint16_t* to = output + row * stride;
-      if (aligned) {
-        *reinterpret_cast<uint4*>(to) = values[j];
-      } else {
-        const uint32_t words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
-#pragma unroll
-        for (int e = 0; e < 8; e++) to[e] = uint16_t(words[e / 2] >> (16 * (e % 2)));
-      }
+      for (int e = 0; e < 8; e++) to[e] = uint16_t(words[e / 2] >> (16 * (e % 2)));
     }
   }
 }
@@ -273,7 +299,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   using S = Stage<kGroups>;
-  const int thread = threadIdx.x - 128 * kGroups - 32;
+  const Share<kGroups> share(threadIdx.x - 128 * kGroups - 32);
   int number = 0, parity = 1;
   // Where the outputs of the chunks in the stages go, the oldest first: this thread's piece of row 0.
   struct Left {
@@ -285,7 +311,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     barrier_wait(&common.empty[number], parity);
     if constexpr (kOutput) {
       if (left[0].rows.to > 0)
-        store_output<kGroups>(stages + number * S::bytes + S::v, left[0].rows, left[0].output, p.output_stride.token, plan.output_aligned, thread);
+        store_output(stages + number * S::bytes + S::v, left[0].rows, left[0].output, p.output_stride.token, plan.output_aligned, share);
 #pragma unroll
       for (int i = 1; i < kStages; i++) left[i - 1] = left[i];
       left[kStages - 1] = mine;
@@ -298,20 +324,20 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     const Work& work = unit.work;
     const bool with_v = !work.transition;
     const int64_t token = unit.sequence.first_token(work.begin);
-    const int column = work.v0 + thread % (8 * kGroups) * 8;
+    const int column = work.v0 + share.c * 8;
     const uint16_t* v = static_cast<const uint16_t*>(p.v) + work.head / p.v_group * p.v_stride.head + token * p.v_stride.token + column;
     uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + token * p.output_stride.token + column;
     const int chunks = int(work.end - work.begin), last_row = work.last && chunks > 0 ? unit.sequence.to(work.end - 1) : kChunk;
     Rows rows{unit.sequence.from(work.begin), kChunk};
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(&common.unit_empty[place]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&common.unit_empty[place]);
     if (++place == kUnits) place = 0, unit_parity ^= 1;
     for (int chunk = 0; chunk < chunks; chunk++) {
       if (chunk == chunks - 1) rows.to = last_row;
       next_stage({output, rows});
       uint64_t* full = &common.full[number];
       if (with_v) {
-        copy_v<kGroups>(stages + number * S::bytes + S::v, p, rows, v, thread);
+        copy_v(stages + number * S::bytes + S::v, p, rows, v, share);
         p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
       } else {
         barrier_arrive(full);
@@ -395,11 +421,19 @@ template <int kGroups>
 struct Tiles {
   const Description k_columns, q_columns, k_rows, coupling, scores;
 
-  __device__ __forceinline__ explicit Tiles(const uint8_t* stage)
-      : k_columns(describe(stage + Stage<kGroups>::k, Layout::swizzled, 16, 1024)),
+  // The stage is the same for all lanes, which the compiler sees only so, and then keeps descriptions in uniform registers.
+  __device__ __forceinline__ explicit Tiles(const uint8_t* stages, int number)
+      : Tiles(stages, Uniform{__shfl_sync(0xffffffffu, number * Stage<kGroups>::bytes, 0)}) {}
+
+ private:
+  struct Uniform {
+    int offset;
+  };
+  __device__ __forceinline__ Tiles(const uint8_t* stages, const Uniform& stage)
+      : k_columns(describe(stages + Stage<kGroups>::k, Layout::swizzled, 16, 1024) + stage.offset),
         q_columns(k_columns + (Stage<kGroups>::q - Stage<kGroups>::k)),
-        k_rows(describe(stage + Stage<kGroups>::k, Layout::swizzled, 8192, 1024)),
-        coupling(describe(stage + Stage<kGroups>::coupling, Layout::plain, 128, 256)),
+        k_rows(describe(stages + Stage<kGroups>::k, Layout::swizzled, 8192, 1024) + stage.offset),
+        coupling(describe(stages + Stage<kGroups>::coupling, Layout::plain, 128, 256) + stage.offset),
         scores(coupling + (Stage<kGroups>::scores - Stage<kGroups>::coupling)) {}
 };
 __host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
@@ -439,14 +473,14 @@ __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, 
 // is loaded before the wait for the product that it is combined with.
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], uint32_t (&operand)[32],
-                                        float (&factor)[2], const uint8_t* stage, int lane) {
+                                        float (&factor)[2], const uint8_t* stage, const Tiles<kGroups>& tiles, int lane) {
   using S = Stage<kGroups>;
   const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * (lane % 4);
   const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
-  const Tiles<kGroups> tiles(stage);
 
   // Y^T = beta (V^T - gamma X^T)
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
+  uint32_t y[16];  // as to_operand has it
   const auto make_y = [&](float above, float below) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
@@ -457,16 +491,15 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
         const float by = i == 0 ? above : below;
         x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
         x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
+        y[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
       }
     }
   };
-  uint32_t y[16];
   if constexpr (kBounded<M>) {
     if (__ballot_sync(0xffffffffu, is_one(factor)) == 0xffffffffu)
       make_y(1.f, 1.f);
     else
       make_y(factor[0], factor[1]);
-    to_operand<M>(y, x);
     if (too_large(y)) {
       // The rows' state shrinks, and of S Q^T what there is already; the rest of it from a smaller state too.
       multiply_wait<0>();
@@ -482,7 +515,6 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     }
   } else {
     make_y(1.f, 1.f);
-    to_operand<M>(y, x);
   }
 
   // U^T = Y^T + Y^T coupling^T, the identity's part in float32
@@ -499,8 +531,11 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     for (int i = 0; i < 4; i++) s[n][i] *= end;
   pin(s);
   float2 tail[8], scale[8];
+  const auto load_gates = [&](float2 (&to)[8], int array) {
 #pragma unroll
-  for (int n = 0; n < 8; n++) tail[n] = gate(kTail, n);
+    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
+  };
+  load_gates(tail, kTail);
   multiply_wait<kOutput ? 1 : 0>();
   pin(x);
 
@@ -519,11 +554,12 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
   if constexpr (kOutput) {
     uint32_t u[16];
-#pragma unroll
-    for (int n = 0; n < 8; n++) scale[n] = gate(kScaleGamma, n);
+    // Two groups leave each too few registers for the early load, and hide each other's waits.
+    if constexpr (kGroups == 1) load_gates(scale, kScaleGamma);
     to_operand<M>(u, x);
     multiply_wait<1>();
     pin(o);
+    if constexpr (kGroups == 2) load_gates(scale, kScaleGamma);
 #pragma unroll
     for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
     multiply_fence();
@@ -568,18 +604,20 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Two groups take turns with X, so that they do not want the tensor cores for the same and the other units for the same.
   const int group = threadIdx.x / 128;
-  int turn = 1 - group;
-  const auto take_turn = [&] {
-    if constexpr (kTurns<kGroups>) barrier_wait(&common.turn[group], turn), turn ^= 1;
+  const auto take_turn = [&](uint32_t number) {
+    if constexpr (kTurns<kGroups>) barrier_wait(&common.turn[group], (number + 1 + group) % 2);
   };
   const auto pass_turn = [&] {
     if constexpr (kTurns<kGroups>)
       if (lane == 0) barrier_arrive(&common.turn[1 - group]);
   };
-  int number = 0, parity = 0;
-  for (uint32_t turn_of_unit = 0;; turn_of_unit++) {
-    const uint32_t unit_place = turn_of_unit % kUnits;
-    barrier_wait(&common.unit_full[unit_place], turn_of_unit / kUnits % 2);
+  // Few counters, from which places and parities are calculated: registers are short. Each unit has one X more than chunks.
+  uint32_t done = 0, units_done = 0;
+  const auto stage_of = [&](uint32_t chunk) { return stages + chunk % kStages * Stage<kGroups>::bytes; };
+  const auto wait_full = [&](uint32_t chunk) { barrier_wait(&common.full[chunk % kStages], chunk / kStages % 2); };
+  for (;; units_done++) {
+    const uint32_t unit_place = units_done % kUnits;
+    barrier_wait(&common.unit_full[unit_place], units_done / kUnits % 2);
     if (common.units[unit_place].end) break;
     const Work& work = common.units[unit_place].work;
     const Sequence& sequence = common.units[unit_place].sequence;
@@ -620,42 +658,39 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       if (kBounded<M>) multiply_rows(s, factor);
     };
 
-    // In chunks; no boundary is further than any sequence is long.
-    int until_checkpoint = INT32_MAX, checkpoint = 0;
-    if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0) {
-      const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk, now = before + work.begin;
-      until_checkpoint = int(every - now % every < INT32_MAX ? every - now % every : INT32_MAX);
-      checkpoint = int(now / every - before / every);
-    }
+    // Chunks to the next boundary; none is further away than any sequence is long.
+    int until_checkpoint = INT32_MAX;
+    const auto interval = [&](int64_t behind) {
+      const int64_t chunks = p.checkpoint_every / kChunk - behind;
+      return int(chunks < INT32_MAX ? chunks : INT32_MAX);
+    };
+    if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0)
+      until_checkpoint = interval((sequence.prefix / kChunk + work.begin) % (p.checkpoint_every / kChunk));
     int left = int(work.end - work.begin);
     float x[8][4], o[8][4];
     uint32_t v[16];
     if (left > 0) {
-      const uint8_t* stage = stages + number * Stage<kGroups>::bytes;
-      barrier_wait(&common.full[number], parity);
-      take_turn();
-      begin_x<M>(x, operand, Tiles<kGroups>(stage).k_columns);
-      load_v<kGroups>(v, stage, !transition, warp, lane);
+      wait_full(done);
+      take_turn(done + units_done);
+      begin_x<M>(x, operand, Tiles<kGroups>(stages, done % kStages).k_columns);
+      load_v<kGroups>(v, stage_of(done), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
-      pass_turn();
+    } else {
+      take_turn(done + units_done);
     }
+    pass_turn();
     // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
-    for (; left > 0; left--) {
-      uint8_t* stage = stages + number * Stage<kGroups>::bytes;
-      uint64_t* empty = &common.empty[number];
-      advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, lane);
+    for (; left > 0; left--, done++) {
+      uint8_t* stage = stage_of(done);
+      advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, Tiles<kGroups>(stages, done % kStages), lane);
       const float factor_of_o[2] = {factor[0], factor[1]};
       round_state<M>(operand, s, factor);
       // The last chunk has no successor: what it multiplies instead is not used.
-      uint8_t* next = stage;
-      if (++number == kStages) number = 0, parity ^= 1;
-      if (left > 1) {
-        next = stages + number * Stage<kGroups>::bytes;
-        barrier_wait(&common.full[number], parity);
-      }
-      take_turn();
-      begin_x<M>(x, operand, Tiles<kGroups>(next).k_columns);
+      const Tiles<kGroups> next(stages, (left > 1 ? done + 1 : done) % kStages);
+      if (left > 1) wait_full(done + 1);
+      take_turn(done + 1 + units_done);
+      begin_x<M>(x, operand, next.k_columns);
       if constexpr (kOutput) {
         multiply_wait<1>();
         pin(o);
@@ -668,8 +703,8 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty);
-      if (left > 1) load_v<kGroups>(v, next, !transition, warp, lane);
+      if (lane == 0) barrier_arrive(&common.empty[done % kStages]);
+      if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
       pass_turn();
@@ -677,11 +712,11 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
         if (--until_checkpoint == 0 && (left > 1 || !work.last || sequence.to(work.end - 1) == kChunk)) {
           const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-          const int64_t entry = sequence.starts + checkpoint;
+          const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk;
+          const int64_t entry = sequence.starts + (before + work.end - left) / every - before / every;
           const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
           if (at >= 0) store(p.checkpoints, place(p.checkpoints, at));
-          const int64_t every = p.checkpoint_every / kChunk;
-          until_checkpoint = int(every < INT32_MAX ? every : INT32_MAX), checkpoint++;
+          until_checkpoint = interval(0);
         }
       }
     }

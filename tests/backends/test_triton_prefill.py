@@ -435,7 +435,7 @@ def test_work_area():
 @on_a_gpu
 @pytest.mark.parametrize("lengths", [(4096,), (700, 64, 0, 333), (64,) * 40])
 def test_dependent_launches_change_no_bit(lengths):
-    """Whether a kernel's programs start early, late, or behind the kernel before: also where some have nothing to do."""
+    """Whether programs start early, late, or behind the kernel before; also where some have nothing to do."""
     tk = Tokens(Dims(2, 2, 8, 128, 128), lengths, device=DEVICE, dtype=BF16)
     initial = random_states(len(lengths), tk.dims).to(DEVICE)
     for chunks in (0, 8):

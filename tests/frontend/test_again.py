@@ -140,6 +140,12 @@ def test_the_template_keeps_no_tensor_alive():
         assert not isinstance(value, torch.Tensor) or value.device.type == "meta"
 
 
+def test_what_a_backend_leaves_on_a_request_is_not_kept():
+    request = build("chunk_gated_delta_rule", all_slots())
+    request.__dict__["plan_of_a_backend"] = object()
+    assert "plan_of_a_backend" not in dispatch._without_data(request).__dict__
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """Counts how often decode arguments are looked at in full."""
