@@ -91,6 +91,10 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// Into L2, to be read from there soon.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // Ordinary writes to shared memory, before the copy engine or a wgmma reads them.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

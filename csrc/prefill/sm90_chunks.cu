@@ -184,7 +184,8 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
 }
 
 // What the recurrence wants of them, with the scales of the tiles' rows, by the warp that made them.
-__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, const float4* products, float scale, bool bound) {
+__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, const float4* products, float scale,
+                                            bool bound) {
   const int lane = threadIdx.x % 32;
   const float last = gates.sum[kChunk - 1];
   const int zeros_last = gates.zeros[kChunk - 1];

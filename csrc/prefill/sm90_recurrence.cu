@@ -59,15 +59,9 @@ constexpr int kUnits = 4;  // that a CTA knows of at a time
 
 // Behind the stages.
 struct Common {
-  uint64_t full[kStages], empty[kStages], turn[2], unit_full[kUnits], unit_empty[kUnits];
+  uint64_t full[kStages], empty[kStages], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
 };
-
-#ifndef GDN_TURNS
-#define GDN_TURNS 1
-#endif
-template <int kGroups>
-constexpr bool kTurns = kGroups == 2 && GDN_TURNS;
 
 template <int kGroups>
 constexpr int shared_bytes() {
@@ -232,6 +226,12 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
       if (lane == 0 && unit.work.v0 == 0) plan.nonzero[unit.work.segment * plan.heads + unit.work.head - plan.first_head] = dealt;
     }
     unit.end = end;
+    if (lane == 0 && dealt && !end && unit.work.first && unit.sequence.read >= 0 && p.initial.aligned && p.initial.v == kHead) {
+      // Its state is wanted when the unit before is done: from L2 it comes sooner.
+      const int size = p.initial.dtype == DType::f32 ? 4 : p.initial.dtype == DType::bf16 || p.initial.dtype == DType::f16 ? 2 : 1;
+      const int64_t row = unit.sequence.read * p.initial.row + unit.work.head * p.initial.head + unit.work.v0 * p.initial.v;
+      if (p.initial.data != nullptr) bulk_prefetch(static_cast<const char*>(p.initial.data) + row * size, 64 * kGroups * kHead * size);
+    }
     if (!end) {
       const uint32_t more = lane == 0 ? atomicAdd(&plan.dealt[kOutput], 1u) : 0u;
       next = gridDim.x + __shfl_sync(0xffffffffu, more, 0);
@@ -247,21 +247,20 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   using S = Stage<kGroups>;
   constexpr int kAll = kTileBytes + kTriangleBytes + kGateFloats * 4 + (kOutput ? kTileBytes + kTriangleBytes : 0);
   const int lane = threadIdx.x % 32;
-  uint32_t next = blockIdx.x;
-  int number = 0, parity = 1;
-  // What this lane copies of each chunk, of so many more.
-  const char* from = nullptr;
-  int step = 0, to = 0, bytes = 0, chunks = 0;
+  uint32_t next = blockIdx.x, filled = 0;
+  // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers.
+  uint32_t from = 0, step = 0;
+  int to = 0, bytes = 0, chunks = 0;
   const auto fill = [&](int count) {
     chunks -= count;
-    for (; count > 0; count--) {
+    for (; count > 0; count--, filled++) {
+      const uint32_t number = filled % kStages;
       uint64_t* full = &common.full[number];
-      barrier_wait(&common.empty[number], parity);
+      barrier_wait(&common.empty[number], filled / kStages % 2 ^ 1);
       if (lane == 0) barrier_arrive_expect(full, kAll);
       __syncwarp();
-      if (bytes > 0) bulk_copy(stages + number * S::bytes + to, from, bytes, full);
+      if (bytes > 0) bulk_copy(stages + number * S::bytes + to, plan.records + int64_t(from) * 16, bytes, full);
       from += step;
-      if (++number == kStages) number = 0, parity ^= 1;
     }
   };
   for (uint32_t turn = 0;; turn++) {
@@ -273,19 +272,23 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     if (unit.end) break;
     const Work& work = unit.work;
     const int64_t slot = unit.sequence.slot(work.index) + work.begin;
-    step = plan.heads * kRecordBytes, bytes = 0;
-    if (lane < 8) {  // strips of coupling and scores
-      const int k = lane % 4;
-      const bool scores = lane >= 4;
-      from = plan.record(slot, work.head) + (scores ? kScoresAt : 0) + strip_at(k);
-      to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = scores && !kOutput ? 0 : strip_bytes(k);
-    } else if (lane == 8) {
-      from = plan.record(slot, work.head) + kGatesAt;
-      to = S::gates, bytes = kGateFloats * 4;
-    } else if (lane == 9 || lane == 10) {
-      const bool q = lane == 10;
-      step = p.heads / (q ? p.q_group : p.k_group) * kTileBytes;
-      from = (q ? plan.q_tiles : plan.k_tiles) + slot * step + work.head / (q ? p.q_group : p.k_group) * kTileBytes;
+    bytes = 0;
+    int which = lane;
+    asm volatile("" : "+r"(which));  // what follows is not worth registers from unit to unit
+    if (which < 9) {
+      const bool scores = which / 4 == 1;
+      const int k = which % 4;
+      from = uint32_t((plan.record(slot, work.head) - plan.records) / 16), step = plan.heads * uint32_t(kRecordBytes / 16);
+      if (which == 8)
+        from += kGatesAt / 16, to = S::gates, bytes = kGateFloats * 4;
+      else  // strips of coupling and scores
+        from += ((scores ? kScoresAt : 0) + strip_at(k)) / 16, to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = strip_bytes(k);
+      if (scores && !kOutput) bytes = 0;
+    } else if (which < 11) {
+      const bool q = which == 10;
+      const int group = q ? p.q_group : p.k_group, heads = p.heads / group;
+      from = uint32_t(((q ? plan.q_tiles : plan.k_tiles) - plan.records) / 16) + uint32_t(slot * heads + work.head / group) * (kTileBytes / 16);
+      step = heads * uint32_t(kTileBytes / 16);
       to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
     }
     chunks = int(work.end - work.begin);
@@ -602,16 +605,7 @@ __device__ __forceinline__ States segment_states(const Plan& plan) {
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Two groups take turns with X, so that they do not want the tensor cores for the same and the other units for the same.
-  const int group = threadIdx.x / 128;
-  const auto take_turn = [&](uint32_t number) {
-    if constexpr (kTurns<kGroups>) barrier_wait(&common.turn[group], (number + 1 + group) % 2);
-  };
-  const auto pass_turn = [&] {
-    if constexpr (kTurns<kGroups>)
-      if (lane == 0) barrier_arrive(&common.turn[1 - group]);
-  };
-  // Few counters, from which places and parities are calculated: registers are short. Each unit has one X more than chunks.
+  // Few counters, from which places and parities are calculated: registers are short.
   uint32_t done = 0, units_done = 0;
   const auto stage_of = [&](uint32_t chunk) { return stages + chunk % kStages * Stage<kGroups>::bytes; };
   const auto wait_full = [&](uint32_t chunk) { barrier_wait(&common.full[chunk % kStages], chunk / kStages % 2); };
@@ -640,8 +634,16 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
 #pragma unroll
         for (int i = 0; i < 4; i++) s[n][i] = 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
     } else if (work.first) {
-      if (p.initial.data != nullptr && sequence.read >= 0)
-        load_states(s, p.initial, place(p.initial, sequence.read));
+      // The final state may replace the initial one. So the first pass, which reads that, leaves a copy in place of the
+      // transition that a first segment does not have, for the second pass, whose last segments may end early.
+      if (p.initial.data != nullptr && sequence.read >= 0) {
+        if (kOutput && !work.last) {
+          load_states(s, segment_states(plan), segment_place(1));
+        } else {
+          load_states(s, p.initial, place(p.initial, sequence.read));
+          if (!kOutput) store_states(s, segment_states(plan), segment_place(1));
+        }
+      }
     } else if (kOutput) {
       load_states(s, segment_states(plan), segment_place(0));
     }
@@ -671,15 +673,11 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     uint32_t v[16];
     if (left > 0) {
       wait_full(done);
-      take_turn(done + units_done);
       begin_x<M>(x, operand, Tiles<kGroups>(stages, done % kStages).k_columns);
       load_v<kGroups>(v, stage_of(done), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
-    } else {
-      take_turn(done + units_done);
     }
-    pass_turn();
     // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
     for (; left > 0; left--, done++) {
       uint8_t* stage = stage_of(done);
@@ -689,7 +687,6 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       // The last chunk has no successor: what it multiplies instead is not used.
       const Tiles<kGroups> next(stages, (left > 1 ? done + 1 : done) % kStages);
       if (left > 1) wait_full(done + 1);
-      take_turn(done + 1 + units_done);
       begin_x<M>(x, operand, next.k_columns);
       if constexpr (kOutput) {
         multiply_wait<1>();
@@ -707,7 +704,6 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
-      pass_turn();
       if constexpr (kOutput) {
         // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
         if (--until_checkpoint == 0 && (left > 1 || !work.last || sequence.to(work.end - 1) == kChunk)) {
@@ -749,7 +745,6 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       barrier_init(&common.unit_full[i], 1);
       barrier_init(&common.unit_empty[i], 4 * kGroups + kProducers / 32);
     }
-    barrier_init(&common.turn[0], 4), barrier_init(&common.turn[1], 4);
     barrier_init_done();
   }
   for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {

@@ -88,6 +88,9 @@ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) 
   b.bytes -= bytes;
   emu::end_phase_if_complete(b);
 }
+inline void bulk_prefetch(const void* from, int bytes) {
+  if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
+}
 inline void fence_async_proxy() {}
 template <int N>
 inline void registers_up() {}
