@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import env
+from . import env, policy
 from .backend import Backend
 from .registry import registry
 from .request import DecodeRequest, PageTable, Request, SlotsRequest
@@ -67,6 +67,8 @@ class Explanation:
     """What would run inside the chosen backend, where it says so."""
     error: str = ""
     """The message that the call would fail with; empty when it would be served."""
+    policy: str = ""
+    """Why ``backend="auto"`` asks the backends in its order: what was measured (gdn_multi/policy.py), or that nothing was."""
 
     def __str__(self) -> str:
         head = f"{self.function}: " + (f"served by {self.backend!r}" if self.backend else "not served")
@@ -79,6 +81,8 @@ class Explanation:
                 texts = reasons or ("could serve it; not chosen",)
             for i, text in enumerate(texts):
                 lines.append(f"  {name if i == 0 else '':<{width}}  {text}")
+        if self.policy:
+            lines.append(f"  policy: {self.policy}")
         if self.error:
             lines.append(f"  the call raises: {self.error}")
         return "\n".join(lines)
@@ -122,7 +126,23 @@ def _policy(request: Request | None = None) -> list[str]:
             priority = backend.priority_for(request) if usable else backend.priority
             if priority is not None:
                 ranked.append((-priority, name))
-    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])]
+    names = [name for _, name in sorted(ranked, key=lambda pair: pair[0])]
+    choice = None if request is None else policy.choice_for(request, _capability(request.device))
+    return names if choice is None else policy.apply(names, choice)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _quoted(request: Request) -> str:
+    """The measurement behind the policy's order, for a person."""
+    if _capability(request.device) is None or isinstance(request, SlotsRequest):
+        return ""
+    choice = policy.choice_for(request, _capability(request.device))
+    if choice is None:
+        return "by priority; nothing has been measured on sm_{}{}".format(*_capability(request.device))
+    return f"{', then '.join(choice.order)} for {choice.kind}, {choice.when} ({choice.measured})"
 
 
 #: What decided when neither the call nor the environment names a backend.
@@ -433,5 +453,5 @@ def explain(function: str | Callable, *args: Any, **kwargs: Any) -> Explanation:
     except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         if isinstance(error, ValueError) and not slots:
             raise
-        return Explanation(request.function, None, source, reasons, error=str(error))
-    return Explanation(request.function, backend.name, source, reasons, backend.detail(request))
+        return Explanation(request.function, None, source, reasons, error=str(error), policy=_quoted(request))
+    return Explanation(request.function, backend.name, source, reasons, backend.detail(request), policy=_quoted(request))

@@ -168,8 +168,8 @@ class CudaBackend(Backend):
         return tuple(reasons)
 
     def priority_for(self, request) -> int | None:
-        """Behind Triton where a prefill takes the portable path: measured on an H200 (2/8 heads, 32768 tokens), that
-        takes 2.35 ms where the Triton kernels take 0.36. On other cards neither has been measured."""
+        """Behind Triton where a prefill takes the portable path: on an H200 it is much slower (gdn_multi/policy.py), and
+        there is no reason to think otherwise of cards on which neither has been measured."""
         if isinstance(request, PrefillRequest) and self.prefill_path(request) == prefill_heuristics.PORTABLE:
             return 150
         return self.priority
