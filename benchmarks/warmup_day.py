@@ -5,8 +5,8 @@
 The day: prefill and decode in every form that the warm-up knows (a state a sequence, a pool and rows, pages, slots,
 with and without initial states, as a model makes the call or plain), batch sizes and lengths that it did not try,
 ragged batches with empty sequences and prefixes that end anywhere, one to --steps tokens a decode, and CUDA graphs
-replayed with other pages and lengths. gdn_multi.compilations() counts; each call that moves it is named, and the exit
-status is 1. What the warm-up cannot know, q, k and v as views of one projection, comes last and is only reported.
+replayed with other pages and lengths; then a shorter day with q, k and v as views of one projection.
+gdn_multi.compilations() counts; each call that moves it is named, and the exit status is 1.
 --device cpu tries the script with the torch backend.
 """
 
@@ -264,7 +264,7 @@ def main() -> int:
                       f"{seconds * 1e3:.1f} ms, {slowest}", flush=True)  # fmt: skip
                 for line in compiling:
                     print(f"    compiled {line}")
-                failed |= bool(compiling) and not views
+                failed |= bool(compiling)
     print("FAILED" if failed else "nothing was compiled after the warm-up")
     return 1 if failed else 0
 

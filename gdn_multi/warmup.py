@@ -52,6 +52,7 @@ def warmup(
     max_decode_tokens: int = 1,
     page_size: int = 1024,
     raw_gates: bool = True,
+    fused_qkv: bool = True,
     backends: tuple[str, ...] | None = None,
     device: torch.device | None = None,
     progress: Callable[[str], None] | None = None,
@@ -80,6 +81,9 @@ def warmup(
     raw_gates : bool
         Whether prefill gets raw gates, beta logits and unnormalised q and k (as a model makes the call); the plain
         call, linear gates and normalised q and k, is warmed up too.
+    fused_qkv : bool
+        Whether prefill gets q, k and v as views of one projection's output, [tokens, all their columns], as well as
+        contiguous: their strides are known to some kernels when these are compiled.
     backends : tuple of str, optional
         These backends instead of those of the policy.
     device : torch.device, optional
@@ -107,7 +111,7 @@ def warmup(
     calls = 0
     with torch.no_grad():
         for name in usable:
-            for what, call in model.calls(max_batch, max_tokens, max_decode_tokens, raw_gates):
+            for what, call in model.calls(max_batch, max_tokens, max_decode_tokens, raw_gates, fused_qkv):
                 began, compiled = time.perf_counter(), compilations()
                 try:
                     call(name)
@@ -153,17 +157,21 @@ class _Model:
     def heads(self) -> int:
         return max(self.hq, self.hv)
 
-    def calls(self, batch: int, tokens: int, decode_tokens: int, raw: bool) -> Iterator[tuple[str, Callable]]:
+    def calls(
+        self, batch: int, tokens: int, decode_tokens: int, raw: bool, fused: bool
+    ) -> Iterator[tuple[str, Callable]]:
         for count in _steps(batch):
-            for steps in sorted({1, decode_tokens}):
+            for steps in range(1, decode_tokens + 1):
                 yield f"decode, {count} sequences, {steps} tokens", lambda b, n=count, t=steps: self.decode(b, n, t)
         for count in _steps(batch):
             for total in _steps(tokens):
                 if total < count:
                     continue
                 for as_model in (False, True) if raw else (False,):
-                    what = f"prefill, {count} sequences, {total} tokens" + (", raw gates" if as_model else "")
-                    yield what, lambda b, n=count, t=total, m=as_model: self.prefill(b, n, t, m)
+                    for views in (False, True) if fused else (False,):
+                        what = f"prefill, {count} sequences, {total} tokens"
+                        what += ", raw gates" * as_model + ", views of one projection" * views
+                        yield what, lambda b, n=count, t=total, m=as_model, w=views: self.prefill(b, n, t, m, w)
 
     def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.rand(shape, device=self.device).to(dtype or self.dtype)
@@ -206,11 +214,16 @@ class _Model:
                 intermediate_states_buffer=buffer, disable_state_update=True,
             )  # fmt: skip
 
-    def prefill(self, backend: str, n: int, total: int, as_model: bool) -> None:
+    def prefill(self, backend: str, n: int, total: int, as_model: bool, views: bool) -> None:
         import gdn_multi
 
-        q, k = self._random(total, self.hq, self.size_k), self._random(total, self.hk, self.size_k)
-        v = self._random(total, self.hv, self.size_v)
+        shapes = ((self.hq, self.size_k), (self.hk, self.size_k), (self.hv, self.size_v))
+        if views:
+            columns = [heads * size for heads, size in shapes]
+            parts = self._random(total, sum(columns)).split(columns, dim=1)
+            q, k, v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes))
+        else:
+            q, k, v = (self._random(total, *shape) for shape in shapes)
         length = total // n
         bounds = [i * length for i in range(n)] + [total]
         common = dict(q=q, k=k, v=v, cu_seqlens=self._ints(bounds), backend=backend)
