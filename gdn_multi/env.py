@@ -12,6 +12,8 @@ DECODE_BACKEND = "GDN_MULTI_DECODE_BACKEND"
 CHECK = "GDN_MULTI_CHECK"
 #: 1: a sequence's bits do not depend on the rest of its batch.
 BATCH_INVARIANT = "GDN_MULTI_BATCH_INVARIANT"
+#: 1: products inside a backend in the finest format that it has for them, at some cost in time.
+PRECISE = "GDN_MULTI_PRECISE"
 #: A folder: calls are saved there, to be replayed by ``python -m gdn_multi compare``.
 SAVE = "GDN_MULTI_SAVE"
 #: What is saved there: "failed" (calls that raise, the default) or "all".
@@ -20,7 +22,7 @@ SAVE_WHICH = "GDN_MULTI_SAVE_WHICH"
 CACHE_DIR = "GDN_MULTI_CACHE_DIR"
 
 VARIABLES = (
-    BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE, SAVE_WHICH, CACHE_DIR,
+    BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, PRECISE, SAVE, SAVE_WHICH, CACHE_DIR,
 )  # fmt: skip
 
 _FALSE = ("", "0", "false", "no", "off")
@@ -28,7 +30,7 @@ _TRUE = ("1", "true", "yes", "on")
 
 
 #: What decides how a call is served; compared as it stands, so that a call costs no parsing.
-_DECIDING = (BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE)  # each_call_checked counts
+_DECIDING = (BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE, PRECISE)  # each_call_checked counts
 # os.environ decodes at every look-up; the dictionary beneath it does not (CPython, POSIX).
 _raw = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _keys = tuple(os.environ.encodekey(name) for name in _DECIDING) if _raw is not None else _DECIDING

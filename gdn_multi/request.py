@@ -147,6 +147,7 @@ class PrefillRequest:
     batch_invariant: bool  #: contract, rule 8
     slot_arguments: tuple[str, ...]  #: names of the slot arguments given; () when there are none
     is_paged: bool  #: chunk_gated_delta_rule_paged, with or without ``slots``
+    precise: bool = False  #: the finest format that the backend has for products inside
 
     kind = "prefill"
 

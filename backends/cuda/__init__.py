@@ -184,7 +184,8 @@ class CudaBackend(Backend):
         if path == prefill_heuristics.PORTABLE:
             return f"{arch} portable path".strip()
         split = f", sequences split every {path.segment} chunks" if path.segment else ""
-        return f"{arch} wgmma path, {path.rows} V rows a CTA{split}"
+        operands = ", fp16 operands" if path.half else ""
+        return f"{arch} wgmma path, {path.rows} V rows a CTA{split}{operands}"
 
     def prefill_path(self, request: PrefillRequest) -> prefill_heuristics.Path:
         """Which of the prefill's paths serves the call."""

@@ -27,6 +27,7 @@ HEAD = 128
 CHUNKS, WHOLE, HALF, FIRST_PASS = 1.0, 1.8, 1.05, 3.0
 SCAN, LAUNCH, STATE = 1.2, 3.0, 5.0
 #: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
+#: Where this is off, GDN_MULTI_PRECISE=1 asks for it.
 HALF_OPERANDS = True
 SEGMENTS = (8, 16, 32, 64, 128)
 
@@ -53,7 +54,7 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     rows, segment = fastest(
         request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split
     )
-    return Path(rows, segment, HALF_OPERANDS and request.q.dtype == torch.bfloat16)
+    return Path(rows, segment, (HALF_OPERANDS or request.precise) and request.q.dtype == torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=4096)

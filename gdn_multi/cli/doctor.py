@@ -214,7 +214,7 @@ def _bad_values() -> list[str]:
             sentences.append(
                 f"{variable} names {', '.join(map(repr, unknown))}, which is not registered; registered: {', '.join(known)}"
             )
-    for name in (env.CHECK, env.BATCH_INVARIANT):
+    for name in (env.CHECK, env.BATCH_INVARIANT, env.PRECISE):
         try:
             env.flag(name)
         except ValueError as error:

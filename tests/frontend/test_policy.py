@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gdn_multi
-from gdn_multi import dispatch, policy
+from gdn_multi import dispatch, env, policy
 from gdn_multi.registry import registry
 from gdn_multi.request import DecodeRequest, PrefillRequest
 
@@ -83,3 +83,13 @@ def test_explain_on_a_cpu_quotes_nothing():
     q = torch.nn.functional.normalize(torch.randn(4, 1, 64), dim=-1)
     explanation = gdn_multi.explain(gdn_multi.chunk_gated_delta_rule, q, q, q, cu_seqlens=torch.tensor([0, 4]))
     assert explanation.policy == "" and "policy:" not in str(explanation)
+
+
+def test_precise_is_asked_for_by_the_variable(monkeypatch):
+    q = torch.nn.functional.normalize(torch.randn(4, 1, 64), dim=-1)
+    arguments = dict(q=q, k=q, v=q, cu_seqlens=torch.tensor([0, 4]))
+    assert not dispatch.build_request("chunk_gated_delta_rule", **arguments)[0].precise
+    before = env.deciding()
+    monkeypatch.setenv(env.PRECISE, "1")
+    assert dispatch.build_request("chunk_gated_delta_rule", **arguments)[0].precise
+    assert env.deciding() != before  # a call that was accepted without it is looked at again
