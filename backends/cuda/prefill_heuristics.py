@@ -28,7 +28,7 @@ CHUNKS, WHOLE, HALF, FIRST_PASS = 1.0, 1.8, 1.05, 3.0
 SCAN, LAUNCH, STATE = 1.2, 3.0, 5.0
 #: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
 #: Where this is off, GDN_MULTI_PRECISE=1 asks for it.
-HALF_OPERANDS = True
+HALF_OPERANDS = False
 SEGMENTS = (8, 16, 32, 64, 128)
 
 

@@ -2,6 +2,7 @@
 // function an instruction, and with GDN_EMULATE the same names come from tests/backends/cuda_emulator.
 #pragma once
 #include "primitives.cuh"
+#include "tensor_map.h"
 
 #ifdef GDN_EMULATE
 #include "emulate_sm90.h"
@@ -91,6 +92,17 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// A box of 64 columns of a head, from `column` on, by 64 tokens, from `token` on, of a tensor [tokens, heads, 128] of 16 bits: 8192
+// bytes as they come from the swizzle of 128 bytes, at a multiple of 1024. What lies outside of the tensor becomes zeros. The map is
+// in a __grid_constant__ parameter.
+__device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          shared_address(to)),
+      "l"(&map), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // Into L2, to be read from there soon.
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

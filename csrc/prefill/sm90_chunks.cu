@@ -1,6 +1,6 @@
 // Prefill on sm_90a, first kernel: what a chunk of 64 tokens needs that does not depend on the state, all chunks and heads at
-// once. The mathematics and the care for alpha = 0 are those of chunks.cu; what is left behind: normalised tiles of q and k
-// and the triangular matrices, as the copy engine and wgmma want them (sm90_workspace.cuh).
+// once. The mathematics and the care for alpha = 0 are those of chunks.cu; what is left behind: the triangular matrices and, where
+// the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
 //
 // One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. K K^T and Q K^T
 // are products of the warpgroup and go round through shared memory, 16x16 blocks in the order of mma fragments. Then a warp
@@ -39,8 +39,12 @@ struct Gates {
   int zeros[kChunk];
 };
 struct Rows {
-  float k_scale[kChunk], q_scale[kChunk];  // powers of two: the tiles' rows times these are k and q
+  float k_scale[kChunk], q_scale[kChunk];  // the tiles' rows times these are k and q
 };
+
+// Whether rows stay as they are and what normalises them is a factor in float32, in gates and products. In fp16 it could leave the range.
+template <class T, class M>
+constexpr bool kFactors = std::is_same_v<T, M> && std::is_same_v<T, __nv_bfloat16>;
 
 // Shared memory: the tiles of k and q, and in their place, when they are done with, the warps' diagonal blocks and both
 // products; the gates. Four CTAs a multiprocessor.
@@ -225,7 +229,8 @@ struct Place {
   __device__ __forceinline__ int operator()(int i, int j) const { return (j % 2 == 0 ? even : odd) + (j / 2 * 8192 + i * 1024); }
 };
 
-// This lane's pieces on their way to shared memory. Rows that are no tokens are zeros.
+// This lane's pieces on their way to shared memory. Rows that are no tokens are zeros. `again`: the recurrence may read them too.
+template <bool again>
 __device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, const void* data, int64_t stride, bool aligned, int64_t token,
                                            int from, int to) {
   const int row = tile_row();
@@ -235,7 +240,12 @@ __device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, co
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) copy_once(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
+      for (int j = 0; j < 4; j++) {
+        if (again)
+          copy_async(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
+        else
+          copy_once(tile + place(i, j), source + i * 8 * stride + 32 * j, valid[i]);
+      }
   } else {
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -253,8 +263,8 @@ __device__ __forceinline__ void each_word(uint4& x, F&& f) {
   f(x.x), f(x.y), f(x.z), f(x.w);
 }
 
-// The same pieces normalised if wanted, in place. fp16 for bf16 has to take any row: what was not normalised
-// is divided by a power of two, which goes to `scales`.
+// The same pieces normalised if wanted: in place, or by a factor, which goes to `scales`. fp16 for bf16 has to take any row: what was
+// not normalised is divided by a power of two, which goes there too.
 template <class T, class M>
 __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place, bool l2norm, float* scales) {
   float scale[2] = {1.f, 1.f};
@@ -287,16 +297,20 @@ __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place
       // One step of Newton's on the approximate root: as good as 1 / sqrt in float32.
       const float root = norm_factor(sum), half = 0.5f * (sum + 1e-6f);
       const float factor = fmaf(root, fmaf(-half * root, root, 0.5f), root);
+      if constexpr (kFactors<T, M>) {
+        scale[i] = factor;
+      } else {
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const auto word = [&](int n) {
-          const auto& from = y[2 * j + n / 2];
-          const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
-          if constexpr (std::is_same_v<T, M>) return rounded;
-          const float2 pair = Pair<T>::unpack(rounded);
-          return Pair<M>::pack(pair.x, pair.y);
-        };
-        x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
+        for (int j = 0; j < 4; j++) {
+          const auto word = [&](int n) {
+            const auto& from = y[2 * j + n / 2];
+            const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
+            if constexpr (std::is_same_v<T, M>) return rounded;
+            const float2 pair = Pair<T>::unpack(rounded);
+            return Pair<M>::pack(pair.x, pair.y);
+          };
+          x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
+        }
       }
     }
   } else if constexpr (!std::is_same_v<T, M>) {
@@ -324,7 +338,7 @@ __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place
         });
     }
   }
-  if (l2norm || !std::is_same_v<T, M>)
+  if ((l2norm && !kFactors<T, M>) || !std::is_same_v<T, M>)
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -624,8 +638,9 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
 
   {
     const Place place;
-    fetch_rows(k_tile, place, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
-    fetch_rows(q_tile, place, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
+    constexpr bool again = std::is_same_v<T, M>;
+    fetch_rows<again>(k_tile, place, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
+    fetch_rows<again>(q_tile, place, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
     copy_commit();
     if (warp < plan.heads_a_block) {
       GateBits bits;
@@ -639,7 +654,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   }
   fence_async_proxy();
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && !(std::is_same_v<T, M> && plan.raw)) {
     // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
     if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
     if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
@@ -672,7 +687,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   __syncthreads();  // the tiles are done with
   float4* keys = products + 2 * (keys_block(warp, warp) - warp) * 32 + lane;
   float4* scores = products + 2 * scores_block(warp, 0) * 32 + lane;
-  const bool scaled = !std::is_same_v<T, M> && !p.l2norm;
+  const bool scaled = kFactors<T, M> ? p.l2norm : !std::is_same_v<T, M> && !p.l2norm;
   const float *k_scale = rows.k_scale + 16 * warp + g, *q_scale = rows.q_scale + 16 * warp + g;
   const float k_row[2] = {k_scale[0], k_scale[8]}, q_row[2] = {p.scale * q_scale[0], p.scale * q_scale[8]};
 #pragma unroll

@@ -13,6 +13,38 @@
 
 #include "sm90_workspace.cuh"
 
+#ifdef GDN_EMULATE
+#include "emulate_sm90.h"
+#elif GDN_SM90
+#include <cuda.h>
+
+namespace gdn {
+namespace {
+
+// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses, or
+// knows no tensor maps. Its function is looked up through the runtime: nothing here links the driver's library.
+bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) cudaGetLastError();  // or a later check would find it
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+  }();
+  if (encode == nullptr) return false;
+  const cuuint64_t sizes[3] = {128, cuuint64_t(heads), cuuint64_t(tokens)}, strides[2] = {cuuint64_t(head_stride), cuuint64_t(token_stride)};
+  const cuuint32_t box[3] = {64, 1, 64}, steps[3] = {1, 1, 1};
+  return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
+}  // namespace gdn
+#endif
+
 namespace gdn {
 namespace sm90 {
 namespace {
@@ -25,19 +57,61 @@ int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 Path path_of(const PrefillParams& p) { return {p.sm90_rows, p.sm90_segment, p.sm90_half}; }
 
+#if GDN_SM90
+// The map of q or k, if the copy engine can read it in place. Encoded once for the tensors that a thread has seen last: a call asks
+// twice, for its scratch and for its launch.
+bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_t heads, int64_t tokens) {
+  struct Known {
+    const void* data;
+    int64_t head_stride, token_stride, heads, tokens;
+    bool good;
+    TensorMap map;
+  };
+  // In bytes. A dimension of one element has any stride; what is repeated is left to the first kernel.
+  const int64_t head_stride = heads > 1 ? stride.head * 2 : 2 * kHead, token_stride = tokens > 1 ? stride.token * 2 : 2 * kHead;
+  if (head_stride <= 0 || token_stride <= 0 || tokens < kChunk || tokens > INT32_MAX - 2 * kChunk) return false;
+  constexpr int kKnown = 8;
+  thread_local Known known[kKnown] = {};
+  thread_local int oldest = 0;
+  for (const Known& x : known)
+    if (x.data == data && x.head_stride == head_stride && x.token_stride == token_stride && x.heads == heads && x.tokens == tokens) {
+      map = x.map;
+      return x.good;
+    }
+  Known& x = known[oldest];
+  oldest = (oldest + 1) % kKnown;
+  x.data = data, x.head_stride = head_stride, x.token_stride = token_stride, x.heads = heads, x.tokens = tokens;
+  x.good = make_tensor_map(x.map, data, heads, tokens, head_stride, token_stride);
+  map = x.map;
+  return x.good;
+}
+#endif
+
+// Whether the recurrence reads q and k in place: operands are of the inputs' own type, and q and k lie as the copy engine wants them.
+// Not where fp16 is normalised: a factor 1 / |k| beside U, in fp16, could leave its range.
+bool reads_in_place(const PrefillParams& p, const Path& path, TensorMap (&maps)[2]) {
+#if GDN_SM90
+  if (p.dtype == DType::f16 ? p.l2norm : path.half) return false;
+  return p.k_aligned && p.q_aligned && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
+         tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens);
+#else
+  return false;
+#endif
+}
+
 struct Sizes {
   int64_t slots, segments;
   int32_t heads;  // of a pass: whole groups of q and k heads
   int64_t records, q_tiles, k_tiles, states, nonzero, dealt;
 
-  Sizes(const PrefillParams& p, const Path& path)
+  Sizes(const PrefillParams& p, const Path& path, bool raw)
       : slots(slot_count(p, 1)), segments(path.segment > 0 ? slot_count(p, path.segment) : 0) {
     const int64_t unit = std::lcm(p.q_group, p.k_group);
     const int64_t a_head = slots * kRecordBytes + segments * 2 * kHead * kHead * 4;
     heads = int32_t(std::min<int64_t>(p.heads, std::max<int64_t>(kScratch / a_head / unit * unit, unit)));
     records = rounded(slots * heads * kRecordBytes);
-    q_tiles = slots * (p.heads / p.q_group) * int64_t(kTileBytes);
-    k_tiles = slots * (p.heads / p.k_group) * int64_t(kTileBytes);
+    q_tiles = raw ? 0 : slots * (p.heads / p.q_group) * int64_t(kTileBytes);
+    k_tiles = raw ? 0 : slots * (p.heads / p.k_group) * int64_t(kTileBytes);
     states = segments * heads * 2 * kHead * kHead * 4;
     nonzero = rounded(segments * heads * 4);
     dealt = 256;
@@ -51,14 +125,19 @@ bool serves(const PrefillParams& p) {
   return GDN_SM90 && p.head_size_k == kHead && p.head_size_v == kHead && (p.sm90_rows == kHead || p.sm90_rows == kHead / 2);
 }
 
-int64_t workspace(const PrefillParams& p) { return Sizes(p, path_of(p)).total(); }
+int64_t workspace(const PrefillParams& p) {
+  TensorMap maps[2];
+  const Path path = path_of(p);
+  return Sizes(p, path, reads_in_place(p, path, maps)).total();
+}
 
 #if GDN_SM90
 void launch(const PrefillParams& p, cudaStream_t stream) {
   const Path path = path_of(p);
-  const Sizes sizes(p, path);
   Plan plan{};
   plan.path = path;
+  plan.raw = reads_in_place(p, path, plan.maps);
+  const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
   plan.records = static_cast<char*>(p.workspace);

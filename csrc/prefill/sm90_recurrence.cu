@@ -3,7 +3,8 @@
 //
 //   roles    a warpgroup of 64 V rows keeps its part of the state in registers from the first chunk to the last and does all
 //            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
-//            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead.
+//            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead. q and k come straight from the
+//            caller's tensors where operands have their type, and else as tiles that the first kernel left.
 //   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
 //   units    a CTA stays on its multiprocessor and takes one unit of work after another: the loads of the next begin while the
 //            last chunks of one are computed. The first warp of the producers says what comes next.
@@ -201,14 +202,32 @@ __device__ __forceinline__ bool find_unit(const PrefillParams& p, const Plan& pl
   return !work.last && !(work.transition && work.first);
 }
 
-// Whether the transition over these chunks cannot be told from zero: its norm is below the least float32. A warp together.
-__device__ __forceinline__ bool transition_is_zero(const Plan& plan, const Sequence& sequence, const Work& work) {
-  float bound = 0.f;
-  for (int64_t c = work.begin + threadIdx.x % 32; c < work.end; c += 32)
-    bound += reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
+// The last chunk of a segment from which to its end the transition cannot be told from zero, its norm being below the least
+// float32 even after what keys longer than 1 may have made grow before; or the chunk before the segment if there is none. What
+// lies before that chunk is forgotten at the segment's end. A warp together.
+__device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequence& sequence, const Work& work) {
+  const int lane = threadIdx.x % 32;
+  const auto bound_of = [&](int64_t c) {
+    if (c < work.begin) return 0.f;
+    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
+  };
+  float sum = 0.f;
+  for (int64_t c = work.end - 1 - lane; c >= work.begin; c -= 32) sum += fmaxf(bound_of(c), 0.f);
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, offset);
-  return bound < -160.f;
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  for (int64_t last = work.end - 1; last >= work.begin; last -= 32) {
+    float bound = bound_of(last - lane);
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float behind = __shfl_up_sync(0xffffffffu, bound, offset);
+      if (lane >= offset) bound += behind;
+    }
+    bound += sum;
+    const unsigned small = __ballot_sync(0xffffffffu, last - lane >= work.begin && bound < -160.f);
+    if (small != 0) return last - (__ffs(int(small)) - 1);
+    sum = __shfl_sync(0xffffffffu, bound, 31);
+  }
+  return work.begin - 1;
 }
 
 // Tells the others what comes next: units are dealt out as CTAs become free, so that long and short sequences mix. A warp
@@ -221,9 +240,14 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
   for (bool dealt = false; !dealt;) {
     const bool end = next >= count;
     dealt = end || find_unit<kGroups, kOutput>(p, plan, next, unit.work, unit.sequence);
-    if (!kOutput && dealt && !end && unit.work.transition) {
-      dealt = !transition_is_zero(plan, unit.sequence, unit.work);
-      if (lane == 0 && unit.work.v0 == 0) plan.nonzero[unit.work.segment * plan.heads + unit.work.head - plan.first_head] = dealt;
+    if (!kOutput && dealt && !end && !unit.work.first) {
+      const int64_t begin = forgotten_before(plan, unit.sequence, unit.work);
+      if (unit.work.transition) {
+        dealt = begin < unit.work.begin;
+        if (lane == 0 && unit.work.v0 == 0) plan.nonzero[unit.work.segment * plan.heads + unit.work.head - plan.first_head] = dealt;
+      } else if (begin > unit.work.begin) {
+        unit.work.begin = begin;
+      }
     }
     unit.end = end;
     if (lane == 0 && dealt && !end && unit.work.first && unit.sequence.read >= 0 && p.initial.aligned && p.initial.v == kHead) {
@@ -241,32 +265,75 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
   if (lane == 0) barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
-// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane.
+// Raw: the tiles of a chunk whose rows are not all tokens of the sequence, which a box would bring with neighbours' tokens among
+// them. A warp together; when it returns, wgmma may read them.
 template <int kGroups, bool kOutput>
+__device__ __forceinline__ void bring_rows(uint8_t* stage, const PrefillParams& p, const Unit& unit, int64_t chunk) {
+  using S = Stage<kGroups>;
+  const int lane = threadIdx.x % 32, c = lane % 16;
+  const int64_t token = unit.sequence.first_token(chunk);
+  const int from = unit.sequence.from(chunk), to = unit.sequence.to(chunk);
+  const auto copy = [&](uint8_t* tile, const void* data, const Strides3& stride, int head) {
+    const uint16_t* source = static_cast<const uint16_t*>(data) + head * stride.head + token * stride.token + c * 8;
+#pragma unroll 4
+    for (int t = lane / 16; t < kChunk; t += 2) {
+      const bool valid = t >= from && t < to;
+      copy_async(tile + c / 8 * 8192 + t * 128 + ((c ^ t) & 7) * 16, valid ? source + t * stride.token : static_cast<const uint16_t*>(data), valid);
+    }
+  };
+  copy(stage + S::k, p.k, p.k_stride, unit.work.head / p.k_group);
+  if (kOutput) copy(stage + S::q, p.q, p.q_stride, unit.work.head / p.q_group);
+  copy_commit();
+  copy_wait<0>();
+  fence_async_proxy();
+  __syncwarp();
+}
+
+// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane. The tiles may be
+// boxes of the caller's tensors, two each (Plan::raw).
+template <int kGroups, bool kOutput, bool kMayBeRaw>
 __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
   using S = Stage<kGroups>;
-  constexpr int kAll = kTileBytes + kTriangleBytes + kGateFloats * 4 + (kOutput ? kTileBytes + kTriangleBytes : 0);
+  constexpr int kTiles = kTileBytes * (kOutput ? 2 : 1), kAll = kTiles + kTriangleBytes * (kOutput ? 2 : 1) + kGateFloats * 4;
+  constexpr int kFirstTile = 9, kFirstQ = 11, kBoxes = kOutput ? 4 : 2;  // lanes
   const int lane = threadIdx.x % 32;
+  const bool raw = kMayBeRaw && plan.raw;
   uint32_t next = blockIdx.x, filled = 0;
-  // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers.
+  // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers;
+  // or the token, with `head`.
   uint32_t from = 0, step = 0;
-  int to = 0, bytes = 0, chunks = 0;
-  const auto fill = [&](int count) {
-    chunks -= count;
-    for (; count > 0; count--, filled++) {
+  int to = 0, bytes = 0, chunks = 0, head = 0;
+  bool cut_first = false, cut_last = false;  // raw: whether the next chunk, or the unit's last, has rows that are no tokens
+  const auto fill = [&](int count, const Unit& unit) {
+    for (; count > 0; count--, chunks--, filled++) {
       const uint32_t number = filled % kStages;
+      uint8_t* stage = stages + number * S::bytes;
       uint64_t* full = &common.full[number];
       barrier_wait(&common.empty[number], filled / kStages % 2 ^ 1);
-      if (lane == 0) barrier_arrive_expect(full, kAll);
+      const bool cut = raw && (cut_first || (cut_last && chunks == 1));
+      cut_first = false;
+      if (lane == 0) barrier_arrive_expect(full, cut ? kAll - kTiles : kAll);
       __syncwarp();
-      if (bytes > 0) bulk_copy(stages + number * S::bytes + to, plan.records + int64_t(from) * 16, bytes, full);
+      if (bytes > 0) bulk_copy(stage + to, plan.records + int64_t(from) * 16, bytes, full);
+      if (kMayBeRaw) {
+        if (cut)
+          bring_rows<kGroups, kOutput>(stage, p, unit, unit.work.end - chunks);
+        else if (raw && lane >= kFirstTile && lane < kFirstTile + kBoxes)
+          tensor_copy(stage + to, plan.maps[lane >= kFirstQ], (lane - kFirstTile) % 2 * 64, head, int(from), full);
+        // The second of this warp's arrivals: everything is there or announced.
+        if (lane == 0) barrier_arrive(full);
+      }
       from += step;
     }
   };
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that the stages are full and there is time, the one after that at hand.
     deal<kGroups, kOutput>(common, p, plan, units, next, turn);
-    fill(chunks);
+    if (turn > 0) {
+      fill(chunks, common.units[(turn - 1) % kUnits]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
+    }
     barrier_wait(&common.unit_full[turn % kUnits], turn / kUnits % 2);
     const Unit& unit = common.units[turn % kUnits];
     if (unit.end) break;
@@ -284,6 +351,11 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
       else  // strips of coupling and scores
         from += ((scores ? kScoresAt : 0) + strip_at(k)) / 16, to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = strip_bytes(k);
       if (scores && !kOutput) bytes = 0;
+    } else if (raw) {
+      const bool q = which >= kFirstQ;
+      from = uint32_t(unit.sequence.first_token(work.begin)), step = kChunk;
+      head = work.head / (q ? p.q_group : p.k_group);
+      to = (q ? S::q : S::k) + (which - kFirstTile) % 2 * 8192;
     } else if (which < 11) {
       const bool q = which == 10;
       const int group = q ? p.q_group : p.k_group, heads = p.heads / group;
@@ -292,9 +364,8 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
       to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
     }
     chunks = int(work.end - work.begin);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&common.unit_empty[turn % kUnits]);
-    fill(chunks < kStages ? chunks : kStages);
+    if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
+    fill(chunks < kStages ? chunks : kStages, unit);
   }
 }
 
@@ -738,7 +809,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   // What needs nothing of the kernel before. What lies above the diagonal is never copied, and zero.
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(&common.full[i], kCarriers + 1);
+      barrier_init(&common.full[i], kCarriers + (std::is_same_v<T, M> ? 2 : 1));
       barrier_init(&common.empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kUnits; i++) {
@@ -746,6 +817,8 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       barrier_init(&common.unit_empty[i], 4 * kGroups + kProducers / 32);
     }
     barrier_init_done();
+    if (std::is_same_v<T, M> && plan.raw)
+      for (const TensorMap& map : plan.maps) prefetch_map(map);
   }
   for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
     const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
@@ -758,7 +831,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
     if (threadIdx.x < 128 * kGroups + 32)
-      bring<kGroups, kOutput>(stages, common, p, plan, units);
+      bring<kGroups, kOutput, std::is_same_v<T, M>>(stages, common, p, plan, units);
     else
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {

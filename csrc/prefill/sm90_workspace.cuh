@@ -1,13 +1,15 @@
 // Prefill on sm_90a: what its kernels leave for each other, and where. Chunks and their slots are those of workspace.h; what
 // lies in a slot is made for the copy engine: contiguous pieces that are, byte for byte, what wgmma wants in shared memory.
 //
-//   tiles    of q and of k, normalised, rows that are no tokens zero: [64, 128] 16-bit as two halves of 64 columns, rows of
-//            128 bytes, 16-byte piece c of row r at place c ^ (r % 8)
+//   tiles    of q and of k, rows that are no tokens zero: [64, 128] 16-bit as two halves of 64 columns, rows of 128 bytes,
+//            16-byte piece c of row r at place c ^ (r % 8). Only where the recurrence cannot take q and k from the caller's tensors
+//            (Plan::raw). Norms, or other factors of rows, are in the gates and products.
 //   record   of a state head: coupling, gates, scores. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
 //            16 k + 15, the target tokens from 16 k on, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
-//            lies above the diagonal is not stored. Gates: beta, beta * gamma, scale * gamma, tail [64 each]; the decay over
-//            the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
+//            lies above the diagonal is not stored. Gates: beta, beta * gamma, scale * gamma, tail [64 each], the latter three
+//            times the factors of their rows of k, q, k; the decay over the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
 #pragma once
+#include "../common/tensor_map.h"
 #include "workspace.h"
 
 // Whether this library has these kernels: it is for one architecture (backends/cuda/build.py).
@@ -53,12 +55,14 @@ struct Plan {
   int32_t first_head, heads;  // of this pass
   int32_t heads_a_block;
   bool output_aligned;        // every head of output starts at a multiple of 16 bytes
+  bool raw;                   // the recurrence reads q and k in place, and there are no tiles
   char *records, *q_tiles, *k_tiles;
   // Split sequences: the state that a segment reaches from nothing, and its transition, [segments, heads, 2, 128, 128];
   // then, in place of the former, the state that the segment starts from.
   float* states;
   int32_t* nonzero;  // [segments, heads]: whether the transition is not zero to the last bit
   uint32_t* dealt;   // [2]: units of the first pass and of the recurrence that CTAs have taken; the first kernel sets them to 0
+  TensorMap maps[2];  // raw: of k and of q, boxes of 64 columns of a head by 64 tokens
 
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;

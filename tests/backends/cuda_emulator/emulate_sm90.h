@@ -6,6 +6,7 @@
 #include <climits>
 #include <map>
 
+#include "common/tensor_map.h"
 #include "emulate.h"
 
 namespace emu {
@@ -88,6 +89,30 @@ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) 
   b.bytes -= bytes;
   emu::end_phase_if_complete(b);
 }
+
+// The stand-in for what the driver encodes. False where the driver would refuse.
+inline bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+  const auto bad_stride = [](int64_t bytes) { return bytes % 16 != 0 || bytes <= 0 || bytes >= int64_t(1) << 40; };
+  if (reinterpret_cast<uintptr_t>(data) % 16 || bad_stride(head_stride) || bad_stride(token_stride) || heads < 1 || tokens < 1) return false;
+  map = {{reinterpret_cast<uint64_t>(data), uint64_t(heads), uint64_t(tokens), uint64_t(head_stride), uint64_t(token_stride), 0x6d6170}};
+  return true;
+}
+inline void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
+  const auto& x = map.words;
+  if (reinterpret_cast<uintptr_t>(to) % 1024 || reinterpret_cast<uintptr_t>(&map) % 64 || x[5] != 0x6d6170) std::abort();
+  for (int t = 0; t < 64; t++)
+    for (int c = 0; c < 64; c++) {
+      const bool inside = token + t >= 0 && token + t < int64_t(x[2]) && head >= 0 && head < int64_t(x[1]) && column + c >= 0 && column + c < 128;
+      uint16_t value = 0;
+      if (inside) std::memcpy(&value, reinterpret_cast<const char*>(x[0]) + head * x[3] + (token + t) * x[4] + (column + c) * 2, 2);
+      const uint32_t at = t * 128 + c * 2;
+      std::memcpy(static_cast<char*>(to) + (at ^ (at >> 7 & 7) << 4), &value, 2);
+    }
+  auto& b = emu::memory_barrier(barrier);
+  b.bytes -= 8192;
+  emu::end_phase_if_complete(b);
+}
+inline void prefetch_map(const TensorMap&) {}
 inline void bulk_prefetch(const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
 }

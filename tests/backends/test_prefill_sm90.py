@@ -1,0 +1,135 @@
+"""The Hopper prefill on the CPU (cuda_emulator/): its paths against the reference, and q and k read in place against the tiles of them
+that the first kernel leaves otherwise, to the bit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
+pytestmark = pytest.mark.build
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import tolerances  # noqa: E402
+from gdn_multi.backends.cuda import build  # noqa: E402
+from gdn_multi.backends.cuda.prefill_heuristics import Path as Way  # noqa: E402
+
+import gdn_multi  # noqa: E402
+from gdn_multi import reference  # noqa: E402
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS, PREFIXES, MARGIN = [200, 1, 0, 64, 130], [70, 63, 5, 0, 0], 3
+PAGES = [[7, 3, 12, 0, 4], [1], [5], [9], [2, 6, 8]]
+CACHED = (7, 3, 1, 5)  # of the prefixes
+WAYS = {"whole heads": (128, 0), "half heads": (64, 0), "segments": (128, 2)}
+
+
+@pytest.fixture(scope="module")
+def library():
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    try:
+        build.find_toolchain()
+    except build.BuildError as error:
+        pytest.skip(f"needs CUDA's headers: {error}")
+    from cuda_emulator import build_library
+
+    return build_library(Path(tempfile.gettempdir()) / "gdn_multi_emulated")
+
+
+@pytest.fixture
+def backend(library):
+    from cuda_emulator import EmulatedCudaBackend
+
+    backend = EmulatedCudaBackend(library)
+    gdn_multi.register_backend(backend, replace=True)
+    yield backend
+    gdn_multi.unregister_backend("cuda")
+
+
+def relative(x, y) -> float:
+    return ((x.double() - y.double()).norm() / y.double().norm()).item()
+
+
+def draw(dtype, norm):
+    """q, k, v and gates; NaN around the sequences, which is what the first and the last chunk have beside them."""
+    torch.manual_seed(1)
+    tokens = sum(LENGTHS) + 2 * MARGIN
+    q, k, v = torch.randn(tokens, 2, 128), torch.randn(tokens, 2, 128), torch.randn(tokens, 4, 128)
+    if not norm:
+        q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    q, k, v, g, beta = q.to(dtype), k.to(dtype), v.to(dtype), torch.rand(tokens, 4) * 0.1 + 0.9, torch.rand(tokens, 4)
+    for x in (q, k, v, g, beta):
+        x[:MARGIN], x[tokens - MARGIN :] = float("nan"), float("nan")
+    return q, k, v, g, beta
+
+
+def moved(x, elements):
+    """The same values in rows of another length, from another address on."""
+    rows = torch.full((x.shape[0], x[0].numel() + 8), float("nan")).to(x.dtype)
+    view = rows[:, elements : elements + x[0].numel()].unflatten(1, x.shape[1:])
+    view.copy_(x)
+    return view
+
+
+def run(q, k, v, g, beta, norm):
+    torch.manual_seed(2)
+    pool = torch.full((14, 4, 128, 128), float("nan"))
+    pool[list(CACHED)] = torch.randn(len(CACHED), 4, 128, 128)
+    total = [n + p for n, p in zip(LENGTHS, PREFIXES)]
+    output = gdn_multi.chunk_gated_delta_rule_paged(
+        q, k, v, g, beta, cu_seqlens=torch.tensor([MARGIN, *LENGTHS]).cumsum(0), state_pool=pool, page_size=64,
+        page_indices=torch.tensor([x for p in PAGES for x in p]), page_indptr=torch.tensor([0, *map(len, PAGES)]).cumsum(0),
+        last_page_len=torch.tensor([t - (len(p) - 1) * 64 for t, p in zip(total, PAGES)]), use_qk_l2norm_in_kernel=norm, backend="cuda",
+    )  # fmt: skip
+    return output, pool
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype, half", ((BF16, False), (BF16, True), (F16, False)), ids=("bf16", "bf16-half", "f16"))
+@pytest.mark.parametrize("norm", (True, False), ids=("norm", "plain"))
+def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
+    backend.forced_path = Way(*WAYS[way], half)
+    q, k, v, g, beta = draw(dtype, norm)
+    output, pool = run(q, k, v, g, beta, norm)
+    cu = torch.tensor([MARGIN, *LENGTHS]).cumsum(0)
+    initial = torch.zeros(5, 4, 128, 128)
+    torch.manual_seed(2)
+    cached = dict(zip(CACHED, torch.randn(len(CACHED), 4, 128, 128)))
+    initial[0], initial[1] = cached[3], cached[1]
+    o, states = reference.prefill(q, k, v, g, beta, cu_seqlens=cu, initial_state=initial, use_qk_l2norm_in_kernel=norm)
+    wanted = {3: states[0][58], 12: states[0][122], 0: states[0][186], 4: states[0][200], 1: states[1][1], 9: states[3][64],
+              2: states[4][64], 6: states[4][128], 8: states[4][130]}  # fmt: skip
+    assert (output[:MARGIN] == 0).all() and (output[cu[-1] :] == 0).all()
+    assert relative(output[MARGIN : cu[-1]], o[MARGIN : cu[-1]]) < tolerances.prefill_output(dtype) / 2
+    for page, state in wanted.items():
+        assert relative(pool[page], state) < tolerances.prefill_state(dtype, F32) / 2, page
+    # Rows elsewhere that the copy engine can read, and rows of k that it cannot.
+    for by_q, by_k in ((8, 8), (0, 3)):
+        again = run(moved(q, by_q), moved(k, by_k), v, g, beta, norm)
+        assert torch.equal(again[0], output), (by_q, by_k)
+        assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32)), (by_q, by_k)
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_prefill_with_keys_of_any_length(backend, dtype):
+    """Normalised, that is: zeros, whose factor is 1000, beside values that fp16 can only just hold."""
+    backend.forced_path = Way(128, 0, False)
+    q, k, v, g, beta = draw(dtype, True)
+    k *= torch.logspace(-2, 3, len(k)).to(dtype)[:, None, None]
+    k[40:50], q[45:55], v[30:60] = 0, 0, 300
+    output, pool = run(q, k, v, g, beta, True)
+    cu = torch.tensor([MARGIN, *LENGTHS]).cumsum(0)
+    initial = torch.zeros(5, 4, 128, 128)
+    torch.manual_seed(2)
+    cached = dict(zip(CACHED, torch.randn(len(CACHED), 4, 128, 128)))
+    initial[0], initial[1] = cached[3], cached[1]
+    o, states = reference.prefill(q, k, v, g, beta, cu_seqlens=cu, initial_state=initial, use_qk_l2norm_in_kernel=True)
+    assert relative(output[MARGIN : cu[-1]], o[MARGIN : cu[-1]]) < tolerances.prefill_output(dtype)
+    assert relative(pool[4], states[0][200]) < tolerances.prefill_state(dtype, F32)
