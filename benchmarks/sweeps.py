@@ -19,6 +19,7 @@ rows are points too. Fails where that is more than --aim per cent. --device cpu 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -110,6 +111,7 @@ def sweep(args, points: list[Point], device: torch.device, keep) -> tuple[list[d
             names = " ".join(f"{c.heading:>18}" for c in contenders)
             print(f"\n{point.series}\n{'':>8} {names}   FlashInfer / ours", flush=True)
         (result,) = runner.run("prefill", [point.row], lambda row: None)
+        release(device)
         if runner.stopped:
             raise SystemExit(runner.stopped)
         cells = []
@@ -133,6 +135,13 @@ def sweep(args, points: list[Point], device: torch.device, keep) -> tuple[list[d
         ))  # fmt: skip
         keep(found)
     return found, complaints(found, args.cliff)
+
+
+def release(device: torch.device) -> None:
+    """Give memory back: each captured graph has had some of its own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def complaints(found: list[dict], limit: float) -> list[str]:
@@ -182,7 +191,8 @@ def measure_paths(points: list[Point], device: torch.device, keep) -> list[dict]
         found.append(facts)
         show(found[-1], first=len(found) == 1 or found[-2]["series"] != point.series)
         keep(found)
-        del drawn, call
+        del drawn, call, timing
+        release(device)
     return found
 
 

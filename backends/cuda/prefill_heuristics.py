@@ -3,17 +3,20 @@
 On sm_90a at K = V = 128 there are three (csrc/prefill/sm90_launch.cu): whole heads, V rows split over two CTAs, and either
 of them with the sequence split into segments. Everything else takes the portable path.
 
-The choice is the path of the least estimated time. The estimate counts, for each kernel, the longer of two: what the
-busiest chain of chunks takes one after another, and what all chunks take spread over the multiprocessors. Lengths are not
-known here, only their number, their sum and a bound on the longest; so the estimate is the mean of two guesses, all
-sequences alike and one as long as it may be.
+The choice is the path of the least estimated time. A kernel's CTAs stay on their multiprocessors and take units of work (a
+sequence's or segment's head, or half of one) as they become free, so its time is that of the fullest multiprocessor; a chunk
+takes longer when all of them want memory. Lengths are not known here, only their number, their sum and perhaps a bound on the
+longest: see `_kinds`.
 
-The constants are predictions (docs/performance_notes.md) until a sweep on the H200 has replaced them.
+The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
+on an H200. Of their 86 points the choice is within 5% of the best path in 79 where the longest sequence is known, in 80 where it is not;
+1.5 and 1.7% in the mean, 30 and 43% at worst (a long prompt beside a shorter one). Up to 100,000 tokens.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,11 +24,27 @@ import torch
 CHUNK = 64
 HEAD = 128
 
-#: Microseconds. A chunk of one head on a multiprocessor: first kernel; recurrence, both row groups on one multiprocessor or
-#: half a head on each; first pass, V rows and transition. Then: a segment of the scan, one more launch, and what a CTA takes
-#: to load and store its state.
-CHUNKS, WHOLE, HALF, FIRST_PASS = 1.0, 1.8, 1.05, 3.0
-SCAN, LAUNCH, STATE = 1.2, 3.0, 5.0
+#: Microseconds on an H200. Before the first chunk; a chunk and head of the first kernel, on a multiprocessor.
+BASE, CHUNKS = 12.0, 0.77
+
+
+class Unit(NamedTuple):
+    """Of a kernel: microseconds that a unit takes besides its chunks, that a chunk takes, and how much more when all
+    multiprocessors are busy."""
+
+    fixed: float
+    chunk: float
+    busy: float
+
+
+RECURRENCE = {128: Unit(8.0, 1.58, 0.50), 64: Unit(5.0, 1.06, 0.18)}  #: by V rows
+FIRST_PASS = Unit(3.4, 1.06, 0.31)
+#: Units of the first pass a segment: one, and a transition where the gates do not make it zero (as models initialise them).
+TRANSITIONS = 1.57
+#: Of a split call: its launches; a segment of the scan.
+SPLIT, SCAN = 22.5, 1.75
+#: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens.
+ONE_IS_LONG = 0.06
 #: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
 #: Where this is off, GDN_MULTI_PRECISE=1 asks for it.
 HALF_OPERANDS = False
@@ -71,20 +90,58 @@ def fastest(
 def estimate(tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, rows: int, segment: int) -> float:
     """Microseconds of a prefill."""
     chunks = -(-tokens // CHUNK)
-    longest = -(-max(1, min(longest, tokens)) // CHUNK)
+    bound = -(-max(1, min(longest, tokens)) // CHUNK)
+    return sum(
+        weight * _time(kinds, heads, multiprocessors, rows, segment) for weight, kinds in _kinds(chunks, seqs, bound)
+    )
+
+
+def _kinds(chunks: int, seqs: int, bound: int) -> list[tuple[float, list[tuple[int, int]]]]:
+    """Guesses at the sequences, [(how many, of how many chunks), ...], and how much each guess counts."""
     mean = max(1, -(-chunks // seqs))
-    first = chunks * heads * CHUNKS / multiprocessors + LAUNCH
-    return first + sum(_recurrence(chunks, length, seqs, heads, multiprocessors, rows, segment) for length in (mean, longest)) / 2
+    if seqs == 1 or bound <= mean:
+        return [(1.0, [(seqs, mean)])]
+    rest = max(1, -(-(chunks - bound) // (seqs - 1)))
+    if bound < chunks:  # a bound that says something: one sequence is that long
+        return [(1.0, [(1, bound), (seqs - 1, rest)])]
+    return [(1 - ONE_IS_LONG, [(seqs, mean)]), (ONE_IS_LONG, [(1, bound), (seqs - 1, rest)])]
 
 
-def _recurrence(chunks: int, longest: int, seqs: int, heads: int, multiprocessors: int, rows: int, segment: int) -> float:
+def _time(kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: int, segment: int) -> float:
     shares = HEAD // rows
-    step = WHOLE if rows == HEAD else HALF
+    time = BASE + sum(count * length for count, length in kinds) * heads * CHUNKS / multiprocessors
     if segment == 0:
-        whole = seqs * heads * shares * STATE + chunks * heads * shares * step
-        return max(whole / multiprocessors, STATE + longest * step) + LAUNCH
-    segments = chunks / segment + seqs / 2
-    first = max((chunks * FIRST_PASS + segments * 2 * STATE) * heads / multiprocessors, STATE + min(longest, segment) * FIRST_PASS / 2)
-    scan = longest / segment * SCAN
-    second = max((segments * STATE + chunks * step) * heads * shares / multiprocessors, STATE + min(longest, segment) * step)
-    return first + scan + second + 3 * LAUNCH
+        units = [(count * heads * shares, length) for count, length in kinds]
+        return time + _fullest(units, RECURRENCE[rows], multiprocessors)
+    first, second, most = [], [], 1
+    for count, length in kinds:
+        whole, rest = divmod(length, segment)
+        if whole:
+            second.append((count * whole * heads * shares, segment))
+        if rest:
+            second.append((count * heads * shares, rest))
+        segments = whole + (rest > 0)
+        if segments > 1:
+            first.append((count * (segments - 1) * heads * TRANSITIONS, segment))
+        most = max(most, segments)
+    time += SPLIT + _fullest(first, FIRST_PASS, multiprocessors) + most * SCAN
+    return time + _fullest(second, RECURRENCE[rows], multiprocessors)
+
+
+def _fullest(units: list[tuple[float, int]], unit: Unit, multiprocessors: int) -> float:
+    """The time of the fullest multiprocessor; ``units``: [(how many, of how many chunks), ...]."""
+    count = sum(n for n, _ in units)
+    if count == 0:
+        return 0.0
+    chunk = unit.chunk + unit.busy * min(1.0, count / multiprocessors)
+    longest = max(length for _, length in units)
+    slowest = unit.fixed + longest * chunk
+    if count <= multiprocessors:
+        return slowest
+    slow = sum(n for n, length in units if length == longest)
+    others = sum(n * (unit.fixed + length * chunk) for n, length in units if length != longest) / multiprocessors
+    turns = slow / multiprocessors
+    # A few turns are whole ones; of many, the last is half full on average. Where most units are others, these fill it up.
+    if slow * slowest >= 0.8 * (slow * slowest + others * multiprocessors):
+        return (math.ceil(turns) if turns < 6 else turns + 0.5) * slowest + others
+    return slowest * max(1.0, turns) + others

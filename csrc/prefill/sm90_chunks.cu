@@ -42,10 +42,6 @@ struct Rows {
   float k_scale[kChunk], q_scale[kChunk];  // the tiles' rows times these are k and q
 };
 
-// Whether rows stay as they are and what normalises them is a factor in float32, in gates and products. In fp16 it could leave the range.
-template <class T, class M>
-constexpr bool kFactors = std::is_same_v<T, M> && std::is_same_v<T, __nv_bfloat16>;
-
 // Shared memory: the tiles of k and q, and in their place, when they are done with, the warps' diagonal blocks and both
 // products; the gates. Four CTAs a multiprocessor.
 constexpr int kProducts = kWarps * kDiagonals * 4;
@@ -263,8 +259,8 @@ __device__ __forceinline__ void each_word(uint4& x, F&& f) {
   f(x.x), f(x.y), f(x.z), f(x.w);
 }
 
-// The same pieces normalised if wanted: in place, or by a factor, which goes to `scales`. fp16 for bf16 has to take any row: what was
-// not normalised is divided by a power of two, which goes there too.
+// The same pieces normalised if wanted, and rounded to the inputs' type. fp16 for bf16 has to take any row: what was not normalised is
+// divided by a power of two, which goes to `scales`.
 template <class T, class M>
 __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place, bool l2norm, float* scales) {
   float scale[2] = {1.f, 1.f};
@@ -297,20 +293,16 @@ __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place
       // One step of Newton's on the approximate root: as good as 1 / sqrt in float32.
       const float root = norm_factor(sum), half = 0.5f * (sum + 1e-6f);
       const float factor = fmaf(root, fmaf(-half * root, root, 0.5f), root);
-      if constexpr (kFactors<T, M>) {
-        scale[i] = factor;
-      } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const auto word = [&](int n) {
-            const auto& from = y[2 * j + n / 2];
-            const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
-            if constexpr (std::is_same_v<T, M>) return rounded;
-            const float2 pair = Pair<T>::unpack(rounded);
-            return Pair<M>::pack(pair.x, pair.y);
-          };
-          x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
-        }
+      for (int j = 0; j < 4; j++) {
+        const auto word = [&](int n) {
+          const auto& from = y[2 * j + n / 2];
+          const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
+          if constexpr (std::is_same_v<T, M>) return rounded;
+          const float2 pair = Pair<T>::unpack(rounded);
+          return Pair<M>::pack(pair.x, pair.y);
+        };
+        x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
       }
     }
   } else if constexpr (!std::is_same_v<T, M>) {
@@ -338,7 +330,7 @@ __device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place
         });
     }
   }
-  if ((l2norm && !kFactors<T, M>) || !std::is_same_v<T, M>)
+  if (l2norm || !std::is_same_v<T, M>)
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -687,7 +679,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   __syncthreads();  // the tiles are done with
   float4* keys = products + 2 * (keys_block(warp, warp) - warp) * 32 + lane;
   float4* scores = products + 2 * scores_block(warp, 0) * 32 + lane;
-  const bool scaled = kFactors<T, M> ? p.l2norm : !std::is_same_v<T, M> && !p.l2norm;
+  const bool scaled = !std::is_same_v<T, M> && !p.l2norm;
   const float *k_scale = rows.k_scale + 16 * warp + g, *q_scale = rows.q_scale + 16 * warp + g;
   const float k_row[2] = {k_scale[0], k_scale[8]}, q_row[2] = {p.scale * q_scale[0], p.scale * q_scale[8]};
 #pragma unroll

@@ -50,7 +50,7 @@ namespace sm90 {
 namespace {
 
 // Long prompts with many heads go by several passes over heads rather than take more scratch than this.
-constexpr int64_t kScratch = int64_t(1) << 30;
+constexpr int64_t kScratch = int64_t(3) << 30;
 
 int64_t slot_count(const PrefillParams& p, int64_t chunks) { return p.num_tokens / (kChunk * chunks) + 2 * int64_t(p.num_seqs); }
 int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -88,10 +88,10 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
 #endif
 
 // Whether the recurrence reads q and k in place: operands are of the inputs' own type, and q and k lie as the copy engine wants them.
-// Not where fp16 is normalised: a factor 1 / |k| beside U, in fp16, could leave its range.
+// Not where they are normalised, since that rounds them to their type, which no factor beside the products can do.
 bool reads_in_place(const PrefillParams& p, const Path& path, TensorMap (&maps)[2]) {
 #if GDN_SM90
-  if (p.dtype == DType::f16 ? p.l2norm : path.half) return false;
+  if (p.l2norm || (p.dtype != DType::f16 && path.half)) return false;
   return p.k_aligned && p.q_aligned && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
          tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens);
 #else

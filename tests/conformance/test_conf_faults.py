@@ -508,13 +508,13 @@ def test_kind_13_a_cleared_state_clears_a_page(door):
 
 
 def test_kind_14_unnormalised_keys(door):
-    """Kind 14: |k| = 3 makes one sequence overflow; its neighbours in the batch keep their bits."""
+    """Kind 14: |k| = 30 makes one sequence overflow; its neighbours in the batch keep their bits."""
     results = []
     for wild in (False, True):
         batch = PagedBatch(door.sizes.dims).add(prefix=9, new=100).add(prefix=9, new=400).add(prefix=64, new=70)
         batch.build(door.device, dtype=door.sizes.dtype, gate="none", beta="none", seed=6)
         if wild:
-            batch.tokens.k[batch.tokens.span(1)] *= 3
+            batch.tokens.k[batch.tokens.span(1)] *= 30
         output = door(gdn_multi.chunk_gated_delta_rule_paged, **batch.arguments())
         results.append((output, batch))
     (tame, a), (wild, b) = results
