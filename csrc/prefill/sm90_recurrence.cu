@@ -57,6 +57,7 @@ struct Unit {
   bool end;  // nothing
 };
 constexpr int kUnits = 4;  // that a CTA knows of at a time
+constexpr int kShort = 8;  // chunks of a unit that does not last much longer than it takes to find the next
 
 // A number that the compiler takes for a new one, so that it keeps nothing that is calculated from it in registers from turn to turn.
 __device__ __forceinline__ int unhoisted(int x) {
@@ -65,11 +66,9 @@ __device__ __forceinline__ int unhoisted(int x) {
 }
 
 // Behind the stages.
-constexpr int kTurnedStride = kHead + 8;  // floats a row: no two lanes of a fragment in one bank
 struct Common {
   uint64_t full[kStages], empty[kStages], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
-  alignas(16) float turned[8][4 * kTurnedStride];  // of each consumer warp
 };
 
 template <int kGroups>
@@ -335,7 +334,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     }
   };
   for (uint32_t turn = 0;; turn++) {
-    // The first unit, or, now that the stages are full and there is time, the one after that at hand.
+    // The first unit, or, now that stages are full and there is time, the one after that at hand.
     deal<kGroups, kOutput>(common, p, plan, units, next, turn);
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
@@ -372,7 +371,8 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     }
     chunks = int(work.end - work.begin);
     if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
-    fill(chunks < kStages ? chunks : kStages, unit);
+    // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
+    fill(chunks > kShort ? chunks - 1 : chunks < kStages ? chunks : kStages, unit);
   }
 }
 
@@ -679,88 +679,6 @@ __device__ __forceinline__ States segment_states(const Plan& plan) {
   return {plan.states, 0, 0, kHead, DType::f32, true};
 }
 
-// States between memory and accumulators in whole rows, which go round through shared memory four at a time: an accumulator's lanes
-// want 32 bytes of each of eight rows, and asking memory for these took longer than two chunks. fp8 and rows that start
-// anywhere go the direct way.
-__device__ __forceinline__ bool in_whole_rows(const States& states) {
-  return states.aligned && (states.dtype == DType::f32 || states.dtype == DType::bf16 || states.dtype == DType::f16);
-}
-
-__device__ __forceinline__ void load_rows(float (&s)[16][4], float* turned, const States& states, int64_t offset) {
-  if (!in_whole_rows(states)) return load_states(s, states, offset);
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int64_t first = offset + 4 * lane;
-  float4 rows[16];
-  const auto pairs = [&](auto type) {
-    using T = decltype(type);
-#pragma unroll
-    for (int r = 0; r < 16; r++) {
-      const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const T*>(states.data) + first + r * states.v);
-      const float2 low = Pair<T>::unpack(x.x), high = Pair<T>::unpack(x.y);
-      rows[r] = make_float4(low.x, low.y, high.x, high.y);
-    }
-  };
-  if (states.dtype == DType::f32) {
-#pragma unroll
-    for (int r = 0; r < 16; r++) rows[r] = *reinterpret_cast<const float4*>(static_cast<const float*>(states.data) + first + r * states.v);
-  } else if (states.dtype == DType::bf16) {
-    pairs(__nv_bfloat16());
-  } else {
-    pairs(__half());
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 4; j++) *reinterpret_cast<float4*>(turned + j * kTurnedStride + 4 * lane) = rows[4 * i + j];
-    __syncwarp();
-    if (g / 4 == i % 2) {
-#pragma unroll
-      for (int n = 0; n < 16; n++) {
-        const float2 x = *reinterpret_cast<const float2*>(turned + g % 4 * kTurnedStride + 8 * n + 2 * q);
-        s[n][i / 2 * 2] = x.x, s[n][i / 2 * 2 + 1] = x.y;
-      }
-    }
-  }
-}
-
-// Divided by `factor`, of the lane's two rows.
-template <bool kScaled>
-__device__ __forceinline__ void store_rows(float (&s)[16][4], float* turned, const States& states, int64_t offset, const float (&factor)[2]) {
-  const float by[2] = {kScaled ? 1.f / factor[0] : 1.f, kScaled ? 1.f / factor[1] : 1.f};
-  if (!in_whole_rows(states)) {
-    if constexpr (kScaled) multiply_rows(s, by);
-    store_states(s, states, offset);
-    if constexpr (kScaled) multiply_rows(s, factor);
-    return;
-  }
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int64_t first = offset + 4 * lane;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    __syncwarp();
-    if (g / 4 == i % 2) {
-#pragma unroll
-      for (int n = 0; n < 16; n++)
-        *reinterpret_cast<float2*>(turned + g % 4 * kTurnedStride + 8 * n + 2 * q) = kScaled ? make_float2(s[n][i / 2 * 2] * by[i / 2], s[n][i / 2 * 2 + 1] * by[i / 2])
-                                                                                           : make_float2(s[n][i / 2 * 2], s[n][i / 2 * 2 + 1]);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float4 x = *reinterpret_cast<const float4*>(turned + j * kTurnedStride + 4 * lane);
-      const int64_t at = first + (4 * i + j) * states.v;
-      if (states.dtype == DType::f32)
-        *reinterpret_cast<float4*>(static_cast<float*>(states.data) + at) = x;
-      else if (states.dtype == DType::bf16)
-        *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(states.data) + at) =
-            make_uint2(Pair<__nv_bfloat16>::pack(x.x, x.y), Pair<__nv_bfloat16>::pack(x.z, x.w));
-      else
-        *reinterpret_cast<uint2*>(static_cast<__half*>(states.data) + at) = make_uint2(Pair<__half>::pack(x.x, x.y), Pair<__half>::pack(x.z, x.w));
-    }
-  }
-}
-
 // The consumers' way through their chunks, with everything that becomes of the state.
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
@@ -798,20 +716,27 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       // transition that a first segment does not have, for the second pass, whose last segments may end early.
       if (p.initial.data != nullptr && sequence.read >= 0) {
         if (kOutput && !work.last) {
-          load_rows(s, common.turned[unhoisted(warp)], segment_states(plan), segment_place(1));
+          load_states(s, segment_states(plan), segment_place(1));
         } else {
-          load_rows(s, common.turned[unhoisted(warp)], p.initial, place(p.initial, sequence.read));
-          if (!kOutput) store_rows<false>(s, common.turned[unhoisted(warp)], segment_states(plan), segment_place(1), {1.f, 1.f});
+          load_states(s, p.initial, place(p.initial, sequence.read));
+          if (!kOutput) store_states(s, segment_states(plan), segment_place(1));
         }
       }
     } else if (kOutput) {
-      load_rows(s, common.turned[unhoisted(warp)], segment_states(plan), segment_place(0));
+      load_states(s, segment_states(plan), segment_place(0));
     }
     uint32_t operand[32];
     float factor[2] = {1.f, 1.f};
     round_state<M>(operand, s, factor);
     // The state leaves with its true values.
-    const auto store = [&](const States& states, int64_t offset) { store_rows<kBounded<M>>(s, common.turned[unhoisted(warp)], states, offset, factor); };
+    const auto store = [&](const States& states, int64_t offset) {
+      if (kBounded<M>) {
+        const float back[2] = {1.f / factor[0], 1.f / factor[1]};
+        multiply_rows(s, back);
+      }
+      store_states(s, states, offset);
+      if (kBounded<M>) multiply_rows(s, factor);
+    };
 
     // Chunks to the next boundary; none is further away than any sequence is long.
     int until_checkpoint = INT32_MAX;
