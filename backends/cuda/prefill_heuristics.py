@@ -9,8 +9,9 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200. Of their 86 points the choice is within 5% of the best path in 79 where the longest sequence is known, in 80 where it is not;
-1.5 and 1.7% in the mean, 30 and 43% at worst (a long prompt beside a shorter one). Up to 100,000 tokens.
+on an H200, up to 100,000 tokens. Of their 86 points the choice is within 5% of the best path in 80 where the longest sequence is known, in
+77 where it is not and prefixes may end anywhere; 1.1 and 3.9% in the mean, and at worst 21% and 2.9 times (one prompt of 60,000 tokens
+and 31 short ones, taken for 32 alike). Since then CTAs take their units later, which is not measured.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ FIRST_PASS = Unit(3.4, 1.06, 0.31)
 TRANSITIONS = 1.57
 #: Of a split call: its launches; a segment of the scan.
 SPLIT, SCAN = 22.5, 1.75
+#: A split path must be estimated faster by this factor.
+DOUBT = 1.02
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens.
 ONE_IS_LONG = 0.06
 #: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
@@ -70,29 +73,37 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     # Only unsplit sequences have bits that do not depend on where a call begins or what else is in it.
     may_split = request.use_cp is not False and not request.batch_invariant
     must_split = request.use_cp is True
+    # With a prefix, segments begin anywhere in a sequence's new tokens.
+    anywhere = request.pages is not None or request.prefix_lens is not None
     rows, segment = fastest(
-        request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split
+        request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split, anywhere
     )
     return Path(rows, segment, (HALF_OPERANDS or request.precise) and request.q.dtype == torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=4096)
 def fastest(
-    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False
-) -> tuple[int, int]:
+    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False,
+    anywhere: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """V rows a CTA, and chunks a segment (0: not split)."""
     options = [] if must_split else [(128, 0), (64, 0)]
     if must_split or (may_split and longest > 2 * SEGMENTS[0] * CHUNK):
         options += [(rows, segment) for segment in SEGMENTS for rows in (128, 64)]
-    return min(options, key=lambda option: estimate(tokens, seqs, heads, longest, multiprocessors, *option))
+    times = {option: estimate(tokens, seqs, heads, longest, multiprocessors, *option, anywhere) for option in options}
+    # What a split call gains has to be more than what the estimate does not know.
+    return min(times, key=lambda option: times[option] * (1 if option[1] == 0 else DOUBT))
 
 
-def estimate(tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, rows: int, segment: int) -> float:
+def estimate(
+    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, rows: int, segment: int, anywhere: bool = False
+) -> float:
     """Microseconds of a prefill."""
     chunks = -(-tokens // CHUNK)
     bound = -(-max(1, min(longest, tokens)) // CHUNK)
     return sum(
-        weight * _time(kinds, heads, multiprocessors, rows, segment) for weight, kinds in _kinds(chunks, seqs, bound)
+        weight * _time(kinds, heads, multiprocessors, rows, segment, segment // 2 if anywhere else 0)
+        for weight, kinds in _kinds(chunks, seqs, bound)
     )
 
 
@@ -107,7 +118,10 @@ def _kinds(chunks: int, seqs: int, bound: int) -> list[tuple[float, list[tuple[i
     return [(1 - ONE_IS_LONG, [(seqs, mean)]), (ONE_IS_LONG, [(1, bound), (seqs - 1, rest)])]
 
 
-def _time(kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: int, segment: int) -> float:
+def _time(
+    kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: int, segment: int, offset: int
+) -> float:
+    """``offset``: chunks of its first segment that a sequence does not begin with."""
     shares = HEAD // rows
     time = BASE + sum(count * length for count, length in kinds) * heads * CHUNKS / multiprocessors
     if segment == 0:
@@ -115,12 +129,12 @@ def _time(kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: 
         return time + _fullest(units, RECURRENCE[rows], multiprocessors)
     first, second, most = [], [], 1
     for count, length in kinds:
-        whole, rest = divmod(length, segment)
+        head = min(length, segment - offset) if offset else 0
+        whole, rest = divmod(length - head, segment)
         if whole:
             second.append((count * whole * heads * shares, segment))
-        if rest:
-            second.append((count * heads * shares, rest))
-        segments = whole + (rest > 0)
+        second += [(count * heads * shares, part) for part in (head, rest) if part]
+        segments = (head > 0) + whole + (rest > 0)
         if segments > 1:
             first.append((count * (segments - 1) * heads * TRANSITIONS, segment))
         most = max(most, segments)

@@ -1,0 +1,59 @@
+"""Which path a Hopper prefill takes, from shapes alone."""
+
+import types
+
+import pytest
+import torch
+from gdn_multi.backends.cuda import prefill_heuristics as heuristics
+
+SMS = 132
+
+
+def request(tokens, seqs, heads, longest=None, **fields):
+    values = dict(
+        num_tokens=tokens, num_seqs=seqs, num_heads=heads, max_seqlen=longest or tokens, head_size_k=128, head_size_v=128,
+        use_cp="auto", batch_invariant=False, precise=False, pages=None, prefix_lens=None, q=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    return types.SimpleNamespace(**{**values, **fields})
+
+
+def choose(*args, **fields):
+    return heuristics.choose(request(*args, **fields), (9, 0), SMS)
+
+
+def test_the_three_ways_to_fill_the_card():
+    assert choose(32768, 1, 8).segment > 0  # few heads, one long sequence
+    assert choose(8192, 1, 64)[:2] == (64, 0)  # V rows split
+    assert choose(32768, 4, 64, 8192)[:2] == (128, 0)  # whole heads
+
+
+def test_what_may_not_be_split_is_not():
+    for fields in (dict(use_cp=False), dict(batch_invariant=True)):
+        assert choose(32768, 1, 8, **fields).segment == 0
+    assert choose(64, 1, 64, use_cp=True).segment > 0
+
+
+def test_elsewhere_the_portable_path():
+    assert heuristics.choose(request(8192, 1, 8), (8, 0), SMS) == heuristics.PORTABLE
+    assert choose(8192, 1, 8, head_size_k=64) == heuristics.PORTABLE
+
+
+def test_precise_means_fp16_operands_of_bfloat16():
+    assert choose(8192, 1, 8, precise=True).half
+    assert not choose(8192, 1, 8, precise=True, q=torch.empty(0, dtype=torch.float16)).half
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_equal_sequences_behind_prefixes_are_not_cut_into_one_and_a_bit(heads):
+    """A segment as long as the sequences, which begin anywhere in it, would cost a second pass and gain nothing."""
+    pages = object()
+    rows, segment, _ = choose(32768, 4, heads, pages=pages)
+    assert segment == 0 or segment * 64 * 2 <= 8192
+
+
+def test_estimates_grow_with_work():
+    times = [heuristics.estimate(n, 1, 16, n, SMS, 64, 0) for n in (64, 1000, 8192, 100_000)]
+    assert times == sorted(times) and times[0] > 0
+    for rows, segment in ((128, 0), (64, 0), (128, 16), (64, 16)):
+        for anywhere in (False, True):
+            assert heuristics.estimate(5000, 7, 12, 3000, SMS, rows, segment, anywhere) > 0
