@@ -56,7 +56,7 @@ struct Unit {
   Sequence sequence;
   bool end;  // nothing
 };
-constexpr int kUnits = 4;  // that a CTA knows of at a time
+constexpr int kUnits = 4;  // that a CTA knows of at a time; each thread says itself that it has written or read one
 constexpr int kShort = 8;  // chunks of a unit that does not last much longer than it takes to find the next
 
 // A number that the compiler takes for a new one, so that it keeps nothing that is calculated from it in registers from turn to turn.
@@ -268,8 +268,7 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
       next = gridDim.x + __shfl_sync(0xffffffffu, more, 0);
     }
   }
-  __syncwarp();
-  if (lane == 0) barrier_arrive(&common.unit_full[turn % kUnits]);
+  barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
 // Raw: the tiles of a chunk whose rows are not all tokens of the sequence, which a box would bring with neighbours' tokens among
@@ -338,8 +337,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     deal<kGroups, kOutput>(common, p, plan, units, next, turn);
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
+      barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
     }
     barrier_wait(&common.unit_full[turn % kUnits], turn / kUnits % 2);
     const Unit& unit = common.units[turn % kUnits];
@@ -410,8 +408,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + token * p.output_stride.token + column;
     const int chunks = int(work.end - work.begin), last_row = work.last && chunks > 0 ? unit.sequence.to(work.end - 1) : kChunk;
     Rows rows{unit.sequence.from(work.begin), kChunk};
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&common.unit_empty[place]);
+    barrier_arrive(&common.unit_empty[place]);
     if (++place == kUnits) place = 0, unit_parity ^= 1;
     for (int chunk = 0; chunk < chunks; chunk++) {
       if (chunk == chunks - 1) rows.to = last_row;
@@ -799,8 +796,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     } else {
       store(segment_states(plan), segment_place(transition));
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&common.unit_empty[unit_place]);
+    barrier_arrive(&common.unit_empty[unit_place]);
   }
 }
 
@@ -820,8 +816,8 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       barrier_init(&common.empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kUnits; i++) {
-      barrier_init(&common.unit_full[i], 1);
-      barrier_init(&common.unit_empty[i], 4 * kGroups + kProducers / 32);
+      barrier_init(&common.unit_full[i], 32);
+      barrier_init(&common.unit_empty[i], 128 * kGroups + kProducers);
     }
     barrier_init_done();
     if (std::is_same_v<T, M> && plan.raw)
