@@ -5,8 +5,8 @@
 ``stages`` compares what the first kernel leaves in the workspace (tiles, coupling, scores, gates) and then states and
 outputs chunk by chunk with a plain float64 computation, and says in which chunk, rows and columns a difference begins.
 ``calls`` compares whole calls with gdn_multi.reference, ``large`` with the torch backend. A wait for a barrier
-gives up after a while, with wrong results instead of a hang, unless --release builds without that. Times are of CUDA graphs, the L2 flushed before each
-replay; medians. --full times every path of every row; otherwise the path that the heuristics choose and its neighbours.
+gives up after a while, with wrong results instead of a hang, unless --release builds without that. Times are of CUDA graphs, the L2
+flushed before each replay; medians. --full times every path of every row; otherwise the path that the heuristics choose and its neighbours.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ def median_us(call, repetitions: int = 9) -> float:
     with torch.cuda.graph(graph):
         call()
     times = []
-    for i in range(repetitions + 1):
+    for _ in range(repetitions + 1):
         FLUSH[0].zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

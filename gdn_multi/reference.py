@@ -1,8 +1,8 @@
 """The recurrence of the contract in float64, token by token: it defines what is right.
 
 Slow on purpose, short on purpose. No result of the package is computed with it; tests, the demo, ``compare`` and
-GDN_MULTI_CHECK hold results and rows against it. Inputs may have any dtype and device; results are new float64 tensors on the same device, and
-nothing is written in place. The only roundings are those that the contract asks for (a normalised q or k to q's
+GDN_MULTI_CHECK hold results and rows against it. Inputs may have any dtype and device; results are new float64 tensors on
+the same device, and nothing is written in place. The only roundings are those that the contract asks for (a normalised q or k to q's
 dtype, the sigmoid of a beta logit to beta's dtype); a stored state is rounded by whoever compares.
 """
 
