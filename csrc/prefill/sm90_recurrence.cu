@@ -370,7 +370,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     chunks = int(work.end - work.begin);
     if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
     // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
-    fill(chunks > kShort ? chunks - 1 : chunks < kStages ? chunks : kStages, unit);
+    fill(chunks > kShort ? chunks - 2 : chunks < kStages ? chunks : kStages, unit);
   }
 }
 
