@@ -359,7 +359,10 @@ def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, op
         again_from_tensors = backend.express_decode(request)
         if again_from_tensors is not None:
             express_key = _express_key(request.function, request.q, options)
-            _express[express_key] = (again_from_tensors, last, request.output.shape, request.q.dtype, request.device)
+            # An output like v is quicker to allocate; the backend sees to it that v is laid out as it is here.
+            like_v = request.v.shape == request.output.shape and request.v.is_contiguous()
+            output = None if like_v else (request.output.shape, request.q.dtype, request.device)
+            _express[express_key] = (again_from_tensors, last, output)
 
 
 def _express_key(function: str, q: torch.Tensor, options: tuple) -> tuple:
@@ -375,7 +378,7 @@ def express_decode(function: str, options: tuple, output: torch.Tensor | None, *
         known = _express.get(_express_key(function, tensors[0], options))
         if known is None:
             return None
-        again_from_tensors, last, shape, dtype, device = known
+        again_from_tensors, last, allocation = known
         for tensor in tensors[:7]:  # inputs of the moment; a view whose sign is pending is the checks' business
             if tensor.is_neg():
                 return None
@@ -384,7 +387,11 @@ def express_decode(function: str, options: tuple, output: torch.Tensor | None, *
                 if tensor is not None and tensor.requires_grad:
                     return None
         if output is None:
-            output = torch.empty(shape, dtype=dtype, device=device)
+            if allocation is None:
+                output = torch.empty_like(tensors[2])
+            else:
+                shape, dtype, device = allocation
+                output = torch.empty(shape, dtype=dtype, device=device)
         if not again_from_tensors(*tensors, output):
             return None
     except (AttributeError, TypeError):  # an argument of a wrong type: the checks will name it

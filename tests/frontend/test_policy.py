@@ -19,7 +19,7 @@ def request(kind, **fields):
     made = object.__new__(cls)
     values = dict(
         q=torch.empty(1, dtype=torch.bfloat16), state=torch.empty(1), head_size_k=128, head_size_v=128, batch=1, num_heads=8,
-        batch_invariant=False,
+        num_tokens=1, batch_invariant=False,
     )  # fmt: skip
     for name, value in {**values, **fields}.items():
         object.__setattr__(made, name, value)
@@ -35,6 +35,7 @@ def request(kind, **fields):
         ("decode", {}, ("cuda", "triton")),
         ("decode", dict(batch=32, num_heads=64), ("triton", "cuda")),
         ("decode", dict(batch=31, num_heads=64), ("cuda", "triton")),
+        ("decode", dict(batch=32, num_heads=64, num_tokens=2), ("cuda", "triton")),
         ("decode", dict(batch=256, num_heads=64, state=torch.empty(1, dtype=torch.bfloat16)), ("cuda", "triton")),
         # another batch may not mean another backend, and other bits
         ("decode", dict(batch=256, num_heads=64, batch_invariant=True), ("cuda", "triton")),
