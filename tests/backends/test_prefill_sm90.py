@@ -93,7 +93,10 @@ def run(q, k, v, g, beta, norm):
 
 # Read in place: operands of the inputs' own type, not normalised. Tiles: the others.
 IN_PLACE = [(dtype, False, False, way) for dtype in (BF16, F16) for way in WAYS]
-TILES = [(BF16, False, True, "half heads"), (BF16, True, False, "segments"), (BF16, True, True, "whole heads"), (F16, False, True, "segments")]
+TILES = [
+    (BF16, False, True, "half heads"), (BF16, True, False, "segments"), (BF16, True, True, "whole heads"),
+    (F16, False, True, "segments"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype, half, norm, way", IN_PLACE + TILES)
