@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 import torch  # noqa: E402
 from gdn_multi.backends.cuda import CudaBackend, build  # noqa: E402
-from gdn_multi.backends.cuda.prefill_heuristics import HALF_OPERANDS, PORTABLE, Path, estimate, fastest  # noqa: E402
+from gdn_multi.backends.cuda.prefill_heuristics import PORTABLE, Path, estimate, fastest  # noqa: E402
 
 from gdn_multi import reference  # noqa: E402
 from gdn_multi.request import PrefillRequest  # noqa: E402
@@ -450,7 +450,7 @@ def times(backend, full: bool) -> None:
                 options.append(chosen)
             found = {}
             for option in options:
-                backend.forced_path = Path(*option, HALF_OPERANDS)
+                backend.forced_path = Path(*option, False)
                 found[option] = median_us(lambda: backend.prefill(request))
             cells = " ".join(f"{'*' if o == chosen else ''}{o[0]},{o[1]}: {t:.0f}" for o, t in found.items())
             ratio = peer * 1e3 / found[chosen]

@@ -181,7 +181,7 @@ def measure_paths(points: list[Point], device: torch.device, keep) -> list[dict]
         )  # fmt: skip
         try:
             for rows, segment in dict.fromkeys([*options(point.longest), choice(facts)]):
-                backend.forced_path = heuristics.Path(rows, segment, heuristics.HALF_OPERANDS)
+                backend.forced_path = heuristics.Path(rows, segment, False)
                 timing = timer.time(call.run)
                 if device.type == "cuda" and not timing.graph:
                     raise SystemExit(f"{point.series}: {point.x}: {rows},{segment} {timing.note}")

@@ -48,16 +48,13 @@ SPLIT, SCAN = 22.5, 1.75
 DOUBT = 1.02
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens.
 ONE_IS_LONG = 0.06
-#: fp16 for the operands inside when the inputs are bf16: three more bits of mantissa. Their range is kept by powers of two.
-#: Where this is off, GDN_MULTI_PRECISE=1 asks for it.
-HALF_OPERANDS = False
 SEGMENTS = (8, 16, 32, 64, 128)
 
 
 class Path(NamedTuple):
     rows: int  #: V rows a CTA, 128 or 64; 0 is the portable path
     segment: int  #: chunks a segment; 0: sequences are not split
-    half: bool  #: operands of products in fp16 although the inputs are bf16
+    half: bool  #: operands of products in fp16 although the inputs are bf16: three more bits (GDN_MULTI_PRECISE)
 
 
 PORTABLE = Path(0, 0, False)
@@ -78,7 +75,7 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     rows, segment = fastest(
         request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split, anywhere
     )
-    return Path(rows, segment, (HALF_OPERANDS or request.precise) and request.q.dtype == torch.bfloat16)
+    return Path(rows, segment, request.precise and request.q.dtype == torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -103,6 +103,21 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
       : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// The other way, from shared to global memory; `from` may be written again when bulk_store_wait has returned.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// copy_async of what is read once: it leaves L2 before anything else does.
+__device__ __forceinline__ void copy_once(void* to, const void* from, bool valid) {
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}\n" ::"r"(shared_address(to)),
+      "l"(from), "r"(valid ? 16 : 0)
+      : "memory");
+}
 // Into L2, to be read from there soon.
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -41,10 +41,10 @@ __device__ __forceinline__ Sequence get_sequence(const PrefillParams& p, int i) 
   return s;
 }
 
-// The sequence that a slot may belong to, or -1; all lanes of a warp together, 32 candidates a step.
-__device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slot) {
+// The sequence that a slot of so many tokens may belong to, or -1; all lanes of a warp together, 32 candidates a step.
+__device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slot, int64_t tokens = kChunk) {
   const int lane = threadIdx.x % 32;
-  const auto first_slot = [&](int i) { return load_index(p.cu_seqlens, i) / kChunk + 2 * int64_t(i); };
+  const auto first_slot = [&](int i) { return load_index(p.cu_seqlens, i) / tokens + 2 * int64_t(i); };
   int low = 0, high = p.num_seqs;  // the answer is in [low, high), if there is one
   while (high - low > 1) {
     const int step = (high - low + 31) / 32;

@@ -64,33 +64,6 @@ __device__ __forceinline__ float square(const float4* products, int t) {
   return h == 0 ? (g % 2 == 0 ? x.x : x.y) : (g % 2 == 0 ? x.z : x.w);
 }
 
-// --- copies ------------------------------------------------------------------------------------------------------------
-
-// copy_async of what is read once: it leaves L2 before anything else does. And a bulk copy to global memory, run by the copy
-// engine; `from` may be written again when bulk_store_wait has returned.
-#ifdef GDN_EMULATE
-inline void copy_once(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
-inline void bulk_store(void* to, const void* from, int bytes) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
-  std::memcpy(to, from, bytes);
-}
-inline void bulk_store_wait() {}
-#else
-__device__ __forceinline__ void copy_once(void* to, const void* from, bool valid) {
-  asm volatile(
-      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}\n" ::"r"(shared_address(to)),
-      "l"(from), "r"(valid ? 16 : 0)
-      : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-#endif
-
 // --- gates -------------------------------------------------------------------------------------------------------------
 
 // One head's gates, by one warp: lane l takes tokens l and l + 32.

@@ -3,8 +3,8 @@
 //
 //   roles    a warpgroup of 64 V rows keeps its part of the state in registers from the first chunk to the last and does all
 //            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
-//            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead. q and k come straight from the
-//            caller's tensors where operands have their type, and else as tiles that the first kernel left.
+//            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead. q and k
+//            come straight from the caller's tensors where operands have their type, and else as tiles that the first kernel left.
 //   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
 //   units    a CTA stays on its multiprocessor and takes one unit of work after another: the loads of the next begin while the
 //            last chunks of one are computed. The first warp of the producers says what comes next.
@@ -80,21 +80,12 @@ static_assert(shared_bytes<2>() <= 227 << 10, "shared memory of a multiprocessor
 // The chunks of the segment in a slot. Boundaries between segments lie at absolute multiples of their length.
 __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
   const int64_t tokens = int64_t(plan.path.segment) * kChunk;
-  const int lane = threadIdx.x % 32;
-  const auto first_slot = [&](int i) { return load_index(p.cu_seqlens, i) / tokens + 2 * int64_t(i); };
-  int low = 0, high = p.num_seqs;
-  while (high - low > 1) {
-    const int step = (high - low + 31) / 32;
-    const int64_t candidate = low + int64_t(lane + 1) * step;
-    const bool before = candidate < high && first_slot(int(candidate)) <= slot;
-    low += __popc(__ballot_sync(0xffffffffu, before)) * step;
-    high = high < low + step ? high : low + step;
-  }
-  if (first_slot(low) > slot) return false;
-  work.index = low;
-  sequence = get_sequence(p, low);
+  const int index = find_sequence(p, slot, tokens);
+  if (index < 0) return false;
+  work.index = index;
+  sequence = get_sequence(p, index);
   const int64_t offset = sequence.prefix / kChunk % plan.path.segment;  // chunks of the first segment that came before
-  const int64_t number = slot - first_slot(low), count = (offset + sequence.chunks + plan.path.segment - 1) / plan.path.segment;
+  const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index)), count = (offset + sequence.chunks + plan.path.segment - 1) / plan.path.segment;
   work.segment = slot;
   if (number >= (sequence.chunks > 0 ? count : 1)) return false;
   work.first = number == 0, work.last = sequence.chunks == 0 || number == count - 1;

@@ -3,9 +3,7 @@ splitting work, and the errors that C++ raises. Sizes are small: a chunk of one 
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gdn_multi.backends.cuda import build, load_library  # noqa: E402
+from gdn_multi.backends.cuda import load_library  # noqa: E402
 
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
@@ -29,15 +27,10 @@ STATE_LIMIT = {F32: 0, BF16: 2e-3, F16: 3e-4, FP8[0]: 3.5e-2, FP8[1]: 7e-2}
 
 @pytest.fixture(scope="module")
 def emulated():
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    try:
-        build.find_toolchain()
-    except build.BuildError as error:
-        pytest.skip(f"needs CUDA's headers: {error}")
-    from cuda_emulator import EmulatedCudaBackend, build_library
+    from cuda_emulator import FOLDER, EmulatedCudaBackend, build_library, toolchain_or_skip
 
-    return EmulatedCudaBackend(build_library(Path(tempfile.gettempdir()) / "gdn_multi_emulated"))
+    toolchain_or_skip()
+    return EmulatedCudaBackend(build_library(FOLDER))
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,8 @@ def test_equal_sequences_behind_prefixes_are_not_cut_into_one_and_a_bit(heads):
     pages = object()
     rows, segment, _ = choose(32768, 4, heads, pages=pages)
     assert segment == 0 or segment * 64 * 2 <= 8192
+    aligned, anywhere = (heuristics.estimate(32768, 4, heads, 8192, SMS, 128, 128, x) for x in (False, True))
+    assert anywhere > aligned
 
 
 def test_estimates_grow_with_work():

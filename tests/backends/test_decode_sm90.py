@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,17 +31,11 @@ PORTABLE = -1
 @pytest.fixture(scope="module")
 def library():
     """(decode(...), the functions of force_decode.cu)"""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    try:
-        toolkit = build.find_toolchain().toolkit
-    except build.BuildError as error:
-        pytest.skip(f"needs CUDA's headers: {error}")
     import tvm_ffi
-    from cuda_emulator import FLAGS, HERE
+    from cuda_emulator import FLAGS, FOLDER, HERE, toolchain_or_skip
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
-    csrc = csrc_dir()
+    csrc, toolkit = csrc_dir(), toolchain_or_skip().toolkit
     renamed = ("-Dlaunch_decode=launch_decode_portable", "-Dlaunch_decode_sm90=launch_decode_never")
     files = {
         csrc / "bindings.cu": (), csrc / "common/page_slots.cu": (), csrc / "decode/decode.cu": renamed,
@@ -51,14 +44,13 @@ def library():
     digest = hashlib.sha256()
     for path in sorted({*build.sources(), *HERE.glob("*.h"), *files}):
         digest.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / "gdn_multi_emulated"
-    made = folder / f"decode-{digest.hexdigest()[:16]}.so"
+    made = FOLDER / f"decode-{digest.hexdigest()[:16]}.so"
     if not made.exists():
-        folder.mkdir(exist_ok=True)
+        FOLDER.mkdir(exist_ok=True)
         includes = [
             f"-I{p}" for p in (f"{toolkit}/include", csrc, HERE, find_include_path(), find_dlpack_include_path())
         ]
-        with tempfile.TemporaryDirectory(dir=folder) as work:
+        with tempfile.TemporaryDirectory(dir=FOLDER) as work:
 
             def compiled(item):
                 source, flags = item

@@ -9,17 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from gdn_multi.backends.cuda import CudaBackend, Library, build, load_library, prefill_heuristics
 
 from gdn_multi.layout import csrc_dir
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DGDN_EMULATE", "-Wno-attributes")
+#: Where libraries are kept from run to run; their names say what they were made from.
+FOLDER = Path(tempfile.gettempdir()) / "gdn_multi_emulated"
+
+
+def toolchain_or_skip() -> build.Toolchain:
+    """CUDA's headers, with g++ to compile against them; skips the test where either is missing."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    try:
+        return build.find_toolchain()
+    except build.BuildError as error:
+        pytest.skip(f"needs CUDA's headers: {error}")
 
 
 def build_library(folder: Path) -> Path:

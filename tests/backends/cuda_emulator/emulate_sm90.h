@@ -113,6 +113,12 @@ inline void tensor_copy(void* to, const TensorMap& map, int column, int head, in
   emu::end_phase_if_complete(b);
 }
 inline void prefetch_map(const TensorMap&) {}
+inline void bulk_store(void* to, const void* from, int bytes) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
+  std::memcpy(to, from, bytes);
+}
+inline void bulk_store_wait() {}
+inline void copy_once(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
 inline void bulk_prefetch(const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
 }

@@ -3,14 +3,10 @@
 PYTHONPATH=tests/backends python -m pytest -p cuda_emulator.plugin --gdn-backend=cuda --gdn-device=cpu tests/conformance -k TEST
 """
 
-import tempfile
-from pathlib import Path
-
 import gdn_multi
 
-from . import EmulatedCudaBackend, build_library
+from . import FOLDER, EmulatedCudaBackend, build_library
 
 
 def pytest_configure(config):
-    library = build_library(Path(tempfile.gettempdir()) / "gdn_multi_emulated")
-    gdn_multi.register_backend(EmulatedCudaBackend(library), replace=True)
+    gdn_multi.register_backend(EmulatedCudaBackend(build_library(FOLDER)), replace=True)
