@@ -475,25 +475,30 @@ def times(backend, full: bool) -> None:
 
 
 def parts(backend) -> None:
-    """Time of each kernel of some calls, as the profiler sees it."""
-    for hv, lengths, path in ((8, [32768], Path(64, 32, False)), (8, [32768], HALF), (64, [8192] * 4, WHOLE), (64, [256] * 32, WHOLE),
-                              (64, [32768], HALF)):  # fmt: skip
+    """When each kernel of some calls ends, as the profiler sees it: they are launched to overlap, so durations would not add up."""
+    calls = (
+        (8, [32768], Path(128, 32, False)), (8, [32768], Path(64, 64, False)), (8, [32768], HALF),
+        (32, [32768], Path(128, 64, False)), (64, [8192] * 4, WHOLE), (64, [256] * 32, WHOLE), (64, [32768], HALF),
+    )  # fmt: skip
+    for hv, lengths, path in calls:
         request = timed_request(lengths, (hv // 4, hv // 4, hv))
         backend.forced_path = path
-        backend.prefill(request)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(3):
-                backend.prefill(request)
+        ends = []
+        for _ in range(5):
+            backend.prefill(request)
             torch.cuda.synchronize()
-        kinds = ("chunks", "scan", "recurrence")
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                backend.prefill(request)
+                torch.cuda.synchronize()
+            kernels = [e for e in profile.events() if any(k in e.name for k in ("chunks", "scan", "recurrence"))]
+            begin = min(e.time_range.start for e in kernels)
+            ends.append(sorted((e.time_range.end - begin, e.name) for e in kernels))
         cells = []
-        for event in sorted(profile.key_averages(), key=lambda e: e.key):
-            kind = next((k for k in kinds if k in event.key), None)
-            if kind:
-                first = ", first pass" if "false" in event.key.split(">")[0] else ""
-                cells.append(f"{kind}{first} {event.device_time:.1f}")
-        print(f"  {hv // 4}/{hv} {len(lengths)} x {lengths[0]} {tuple(path)[:2]}: {'; '.join(cells)} us", flush=True)
+        for i, (_, name) in enumerate(ends[0]):
+            kind = next(k for k in ("chunks", "scan", "recurrence") if k in name)
+            first = kind == "recurrence" and "false" in name.split(">")[0]
+            cells.append(f"{'first pass' if first else kind} {statistics.median(e[i][0] for e in ends):.1f}")
+        print(f"  {hv // 4}/{hv} {len(lengths)} x {lengths[0]} {tuple(path)[:2]}, ends of kernels: {'; '.join(cells)} us", flush=True)
     backend.forced_path = None
 
 

@@ -125,6 +125,13 @@ __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
 // Ordinary writes to shared memory, before the copy engine or a wgmma reads them.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- some of a CTA's threads, all of these and no others --------------------------------------------------------------------
+
+template <int kThreads>
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // --- warpgroups ----------------------------------------------------------------------------------------------------------
 
 template <int N>

@@ -140,6 +140,8 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
+  const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
+  plan.staged = can_be_copied(p.initial) && can_be_copied(p.final);
   plan.records = static_cast<char*>(p.workspace);
   plan.q_tiles = plan.records + sizes.records;
   plan.k_tiles = plan.q_tiles + sizes.q_tiles;

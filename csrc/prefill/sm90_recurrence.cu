@@ -10,6 +10,8 @@
 //            last chunks of one are computed. The first warp of the producers says what comes next.
 //   output   goes back through the stage's own V tile and is stored by the producers, before they fill the stage again: with
 //            the consumers doing so, a quarter of their time was spent on waiting for these stores.
+//   states   come and go through a stage too (Plan::staged): each unit begins with a stage that holds the state it starts from, brought
+//            ahead as chunks are, in which the consumers leave the state of the unit before.
 //
 // Split sequences (sm90_launch.cu) use the same code twice: the first pass has no output and starts from nothing or, for the
 // transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
@@ -40,7 +42,11 @@ struct Stage {
   static constexpr int scores = coupling + kFullBytes;
   static constexpr int v = scores + kFullBytes;
   static constexpr int gates = v + kChunk * v_row_bytes;
-  static constexpr int bytes = (gates + kGateFloats * 4 + 1023) / 1024 * 1024;
+
+  // Of a stage that holds a state instead, float32 [64 kGroups, 128]: rows lie apart, so that they begin in different banks.
+  static constexpr int state_row = kHead * 4 + 32;
+  static constexpr int of_chunk = gates + kGateFloats * 4, of_state = 64 * kGroups * state_row;
+  static constexpr int bytes = ((of_chunk > of_state ? of_chunk : of_state) + 1023) / 1024 * 1024;
 };
 
 // Chunks [begin, end) of a sequence, for one head and its V rows from `v0` on.
@@ -51,7 +57,7 @@ struct Work {
   int64_t begin, end, segment;
 };
 // What a CTA does next.
-struct Unit {
+struct alignas(16) Unit {
   Work work;
   Sequence sequence;
   bool end;  // nothing
@@ -65,10 +71,23 @@ __device__ __forceinline__ int unhoisted(int x) {
   return x;
 }
 
+// What the consumers leave in a stage: the outputs of a chunk, and where a thread's piece of row 0 goes; or a state, and where it
+// goes, if anywhere.
+struct Left {
+  void* to;
+  int rows;  // from + 256 to, for want of registers
+};
+
 // Behind the stages.
 struct Common {
-  uint64_t full[kStages], empty[kStages], unit_full[kUnits], unit_empty[kUnits];
+  uint64_t full[kStages], empty[kStages], exchanged[kStages], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
+  Left left[kStages * kCarriers];  // each thread its own
+  // What each lane of the warp that deals finds, all the same: registers are short there, and one copy would be a race.
+  struct Draft {
+    Unit unit;
+    uint64_t apart;  // lanes in different banks
+  } drafts[32];
 };
 
 template <int kGroups>
@@ -228,17 +247,24 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
   return work.begin - 1;
 }
 
-// Tells the others what comes next: units are dealt out as CTAs become free, so that long and short sequences mix. A warp
-// together; what it finds goes to shared memory at once, for want of registers.
+// Tells the others what comes next: units are dealt out as CTAs become free, so that long and short sequences mix; a CTA asks for
+// the number of its next one no sooner. A warp together.
 template <int kGroups, bool kOutput>
-__device__ __forceinline__ void deal(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t& next, uint32_t turn) {
+__device__ __forceinline__ void deal(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
   const int lane = threadIdx.x % 32;
-  Unit& unit = common.units[turn % kUnits];
-  barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
-  for (bool dealt = false; !dealt;) {
+  Unit& unit = common.drafts[lane].unit;
+  uint32_t next = blockIdx.x;
+  bool ask = turn > 0;
+  for (bool dealt = false; !dealt; ask = true) {
+    if (ask) {
+      wait_for_previous();  // the first kernel sets the counter to 0
+      const uint32_t more = lane == 0 ? atomicAdd(&plan.dealt[kOutput], 1u) : 0u;
+      next = gridDim.x + __shfl_sync(0xffffffffu, more, 0);
+    }
     const bool end = next >= count;
     dealt = end || find_unit<kGroups, kOutput>(p, plan, next, unit.work, unit.sequence);
     if (!kOutput && dealt && !end && !unit.work.first) {
+      wait_for_previous();
       const int64_t begin = forgotten_before(plan, unit.sequence, unit.work);
       if (unit.work.transition) {
         dealt = begin < unit.work.begin;
@@ -248,17 +274,18 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
       }
     }
     unit.end = end;
-    if (lane == 0 && dealt && !end && unit.work.first && unit.sequence.read >= 0 && p.initial.aligned && p.initial.v == kHead) {
+    if (!(kOutput && plan.staged) && lane == 0 && dealt && !end && unit.work.first && unit.sequence.read >= 0 && p.initial.aligned && p.initial.v == kHead) {
       // Its state is wanted when the unit before is done: from L2 it comes sooner.
       const int size = p.initial.dtype == DType::f32 ? 4 : p.initial.dtype == DType::bf16 || p.initial.dtype == DType::f16 ? 2 : 1;
       const int64_t row = unit.sequence.read * p.initial.row + unit.work.head * p.initial.head + unit.work.v0 * p.initial.v;
       if (p.initial.data != nullptr) bulk_prefetch(static_cast<const char*>(p.initial.data) + row * size, 64 * kGroups * kHead * size);
     }
-    if (!end) {
-      const uint32_t more = lane == 0 ? atomicAdd(&plan.dealt[kOutput], 1u) : 0u;
-      next = gridDim.x + __shfl_sync(0xffffffffu, more, 0);
-    }
   }
+  barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
+  __syncwarp();
+  auto* to = reinterpret_cast<uint4*>(&common.units[turn % kUnits]);
+  const auto* from = reinterpret_cast<const uint4*>(&common.drafts[0].unit);
+  for (int i = lane; i < int(sizeof(Unit) / 16); i += 32) to[i] = from[i];
   barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
@@ -295,7 +322,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   constexpr int kFirstTile = 9, kFirstQ = 11, kBoxes = kOutput ? 4 : 2;  // lanes
   const int lane = threadIdx.x % 32;
   const bool raw = kMayBeRaw && plan.raw;
-  uint32_t next = blockIdx.x, filled = 0;
+  uint32_t filled = 0;
   // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers;
   // or the token, with `head`.
   uint32_t from = 0, step = 0;
@@ -325,7 +352,8 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   };
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that stages are full and there is time, the one after that at hand.
-    deal<kGroups, kOutput>(common, p, plan, units, next, turn);
+    deal<kGroups, kOutput>(common, p, plan, units, turn);
+    if (turn == 0) wait_for_previous();  // V comes meanwhile
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
       barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
@@ -360,9 +388,61 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     }
     chunks = int(work.end - work.begin);
     if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
+    if (kOutput && plan.staged) {  // the stage of the state, which others bring
+      uint64_t* full = &common.full[filled % kStages];
+      barrier_wait(&common.empty[filled % kStages], filled / kStages % 2 ^ 1);
+      filled++;
+      if (lane < (kMayBeRaw ? 2 : 1)) barrier_arrive(full);
+    }
     // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
     fill(chunks > kShort ? chunks - 2 : chunks < kStages ? chunks : kStages, unit);
   }
+}
+
+// The state that a unit starts from into its stage. The carriers together, a row a warp.
+template <int kGroups>
+__device__ __forceinline__ void bring_state(uint8_t* stage, uint64_t* full, const PrefillParams& p, const Plan& plan, const Unit& unit) {
+  const int thread = threadIdx.x - 128 * kGroups - 32, lane = thread % 32;
+  const Work& work = unit.work;
+  const float* from = nullptr;
+  int64_t step = kHead;
+  if (!work.first || !work.last) {
+    from = plan.segment_state(work.segment, work.head, work.first) + work.v0 * kHead;  // consume() says what it holds
+    if (work.first && (p.initial.data == nullptr || unit.sequence.read < 0)) from = nullptr;
+  } else if (p.initial.data != nullptr && unit.sequence.read >= 0) {
+    from = static_cast<const float*>(p.initial.data) + unit.sequence.read * p.initial.row + work.head * p.initial.head + work.v0 * p.initial.v;
+    step = p.initial.v;
+  }
+  if (from == nullptr) {
+    barrier_arrive(full);
+    return;
+  }
+  meet<kCarriers>();  // all have stored the outputs that were there
+  from += thread / 32 * step + lane * 4;
+  uint8_t* to = stage + thread / 32 * Stage<kGroups>::state_row + lane * 16;
+#pragma unroll 2
+  for (int row = thread / 32; row < 64 * kGroups; row += kCarriers / 32, from += kCarriers / 32 * step, to += kCarriers / 32 * Stage<kGroups>::state_row)
+    copy_async(to, from, true);
+  barrier_arrive_copies(full);
+}
+
+// The state that the consumers left, if it goes anywhere; and coupling and scores become zero again, since what lies above the
+// diagonal is never copied. The carriers together, a row a warp; then the stage is free.
+template <int kGroups>
+__device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, float* state, int64_t step) {
+  using S = Stage<kGroups>;
+  const int thread = threadIdx.x - 128 * kGroups - 32, lane = thread % 32;
+  float* to = state + thread / 32 * step + lane * 4;
+#pragma unroll 2
+  for (int row = thread / 32; row < 64 * kGroups; row += kCarriers / 32, to += kCarriers / 32 * step) {
+    const int at = row * S::state_row + lane * 16;
+    auto& piece = *reinterpret_cast<uint4*>(stage + at);
+    if (state != nullptr) *reinterpret_cast<uint4*>(to) = piece;
+    if (at >= S::coupling && at < S::v) piece = make_uint4(0, 0, 0, 0);
+  }
+  fence_async_proxy();
+  meet<kCarriers>();
+  if (thread < 4 * kGroups) barrier_arrive(empty);  // for the consumers
 }
 
 // Carries V into each stage, once the outputs that the consumers left there are out.
@@ -370,23 +450,27 @@ template <int kGroups, bool kOutput>
 __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   using S = Stage<kGroups>;
   const Share<kGroups> share(threadIdx.x - 128 * kGroups - 32);
+  if (plan.path.segment > 0) wait_for_previous();  // for the states
   int number = 0, parity = 1;
-  // Where the outputs of the chunks in the stages go, the oldest first: this thread's piece of row 0.
-  struct Left {
-    uint16_t* output;
-    Rows rows;
-  };
-  Left left[kStages] = {};
+  uint32_t exchanged = 0;  // parities
+  constexpr int kState = -1;  // as rows of what is left
+  Left* left = common.left + threadIdx.x - 128 * kGroups - 32;  // of stage 0; kCarriers further on of the next
+  for (int i = 0; i < kStages; i++) left[i * kCarriers].rows = 0;
   const auto next_stage = [&](const Left& mine) {
-    barrier_wait(&common.empty[number], parity);
-    if constexpr (kOutput) {
-      if (left[0].rows.to > 0)
-        store_output(stages + number * S::bytes + S::v, left[0].rows, left[0].output, p.output_stride.token, plan.output_aligned, share);
-#pragma unroll
-      for (int i = 1; i < kStages; i++) left[i - 1] = left[i];
-      left[kStages - 1] = mine;
+    uint8_t* stage = stages + number * S::bytes;
+    const Left was = left[number * kCarriers];
+    left[number * kCarriers] = mine;
+    if (kOutput && was.rows == kState) {
+      barrier_wait(&common.exchanged[number], exchanged >> number & 1);
+      exchanged ^= 1u << number;
+      take_state<kGroups>(stage, &common.empty[number], static_cast<float*>(was.to), p.final.v);
+    } else {
+      barrier_wait(&common.empty[number], parity);
+      if (kOutput && was.rows > 0)
+        store_output(stage + S::v, {was.rows % 256, was.rows / 256}, static_cast<uint16_t*>(was.to), p.output_stride.token, plan.output_aligned, share);
     }
   };
+  bool any = false;  // units before
   for (int place = 0, unit_parity = 0;;) {
     barrier_wait(&common.unit_full[place], unit_parity);
     const Unit& unit = common.units[place];
@@ -399,11 +483,21 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + token * p.output_stride.token + column;
     const int chunks = int(work.end - work.begin), last_row = work.last && chunks > 0 ? unit.sequence.to(work.end - 1) : kChunk;
     Rows rows{unit.sequence.from(work.begin), kChunk};
-    barrier_arrive(&common.unit_empty[place]);
+    if (kOutput && plan.staged) {
+      const Unit& before = common.units[(place + kUnits - 1) % kUnits];
+      const int64_t write = before.sequence.write;
+      const bool leaves = any && before.work.last && p.final.data != nullptr && write >= 0;
+      float* final = static_cast<float*>(p.final.data) + write * p.final.row + before.work.head * p.final.head + before.work.v0 * p.final.v;
+      next_stage({leaves ? final : nullptr, kState});
+      bring_state<kGroups>(stages + number * S::bytes, &common.full[number], p, plan, unit);
+      if (++number == kStages) number = 0, parity ^= 1;
+    }
+    if (any) barrier_arrive(&common.unit_empty[(place + kUnits - 1) % kUnits]);
+    any = true;
     if (++place == kUnits) place = 0, unit_parity ^= 1;
     for (int chunk = 0; chunk < chunks; chunk++) {
       if (chunk == chunks - 1) rows.to = last_row;
-      next_stage({output, rows});
+      next_stage({output, rows.from + 256 * rows.to});
       uint64_t* full = &common.full[number];
       if (with_v) {
         copy_v(stages + number * S::bytes + S::v, p, rows, v, share);
@@ -667,6 +761,20 @@ __device__ __forceinline__ States segment_states(const Plan& plan) {
   return {plan.states, 0, 0, kHead, DType::f32, true};
 }
 
+// A warp's 16 rows in the stage of a state: what came becomes the state, and what the state was takes its place if it leaves.
+__device__ __forceinline__ void exchange(float (&s)[16][4], uint8_t* rows, int row_bytes, bool comes, bool leaves, int lane) {
+  uint8_t* mine = rows + lane / 4 * row_bytes + lane % 4 * 8;
+#pragma unroll
+  for (int n = 0; n < 16; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      auto& cell = *reinterpret_cast<float2*>(mine + 8 * i * row_bytes + 32 * n);
+      const float2 next = comes ? cell : make_float2(0.f, 0.f);
+      if (leaves) cell = make_float2(s[n][2 * i], s[n][2 * i + 1]);
+      s[n][2 * i] = next.x, s[n][2 * i + 1] = next.y;
+    }
+}
+
 // The consumers' way through their chunks, with everything that becomes of the state.
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
@@ -675,56 +783,71 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
   uint32_t done = 0, units_done = 0;
   const auto stage_of = [&](uint32_t chunk) { return stages + chunk % kStages * Stage<kGroups>::bytes; };
   const auto wait_full = [&](uint32_t chunk) { barrier_wait(&common.full[chunk % kStages], chunk / kStages % 2); };
+  // The state, and what its rows were multiplied with (kBounded).
+  float s[16][4], factor[2] = {1.f, 1.f};
+  // Where this warp's rows of head and row begin.
+  const auto place = [&](const States& states, const Work& work, int64_t row) {
+    return row * states.row + work.head * states.head + (work.v0 + 16 * unhoisted(warp)) * states.v;
+  };
+  const auto segment_place = [&](const Work& work, int which) {
+    return plan.segment_state(work.segment, work.head, which) - plan.states + (work.v0 + 16 * unhoisted(warp)) * kHead;
+  };
+  const auto true_values = [&] {
+    if (kBounded<M>) {
+      const float back[2] = {1.f / factor[0], 1.f / factor[1]};
+      multiply_rows(s, back);
+    }
+  };
   for (;; units_done++) {
-    const uint32_t unit_place = units_done % kUnits;
+    const uint32_t unit_place = units_done % kUnits, place_before = (units_done + kUnits - 1) % kUnits;
     barrier_wait(&common.unit_full[unit_place], units_done / kUnits % 2);
-    if (common.units[unit_place].end) break;
     const Work& work = common.units[unit_place].work;
     const Sequence& sequence = common.units[unit_place].sequence;
-    // Where this warp's rows of head and row begin.
-    const auto place = [&](const States& states, int64_t row) {
-      return row * states.row + work.head * states.head + (work.v0 + 16 * unhoisted(warp)) * states.v;
-    };
-    const auto segment_place = [&](int which) {
-      return plan.segment_state(work.segment, work.head, which) - plan.states + (work.v0 + 16 * unhoisted(warp)) * kHead;
-    };
+    const bool end = common.units[unit_place].end, staged = kOutput && plan.staged && !end;
+    // What becomes of the state of the unit before.
+    const Work& before = common.units[place_before].work;
+    const int64_t write = common.units[place_before].sequence.write;
+    const bool leaves = units_done > 0 && (!kOutput || (before.last && p.final.data != nullptr && write >= 0));
+    if (leaves) {
+      true_values();
+      if (kOutput && !staged) store_states(s, p.final, place(p.final, before, write));
+      if (!kOutput) store_states(s, segment_states(plan), segment_place(before, before.transition));
+    }
+    if (end) break;
     const bool transition = !kOutput && work.transition;
-    float s[16][4];
-#pragma unroll
-    for (int n = 0; n < 16; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = 0.f;
-    if (transition) {
+    if (staged) {
+      const bool comes = !work.first || (p.initial.data != nullptr && sequence.read >= 0);
+      uint8_t* rows = stage_of(done) + 16 * unhoisted(warp) * Stage<kGroups>::state_row;
+      wait_full(done);
+      exchange(s, rows, Stage<kGroups>::state_row, comes, leaves, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&common.exchanged[done % kStages]);
+      done++;
+    } else {
 #pragma unroll
       for (int n = 0; n < 16; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
-    } else if (work.first) {
-      // The final state may replace the initial one. So the first pass, which reads that, leaves a copy in place of the
-      // transition that a first segment does not have, for the second pass, whose last segments may end early.
-      if (p.initial.data != nullptr && sequence.read >= 0) {
-        if (kOutput && !work.last) {
-          load_states(s, segment_states(plan), segment_place(1));
-        } else {
-          load_states(s, p.initial, place(p.initial, sequence.read));
-          if (!kOutput) store_states(s, segment_states(plan), segment_place(1));
+        for (int i = 0; i < 4; i++) s[n][i] = transition && 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
+      if (transition) {
+      } else if (work.first) {
+        // The final state may replace the initial one. So the first pass, which reads that, leaves a copy in place of the
+        // transition that a first segment does not have, for the second pass, whose last segments may end early.
+        if (p.initial.data != nullptr && sequence.read >= 0) {
+          if (kOutput && !work.last) {
+            load_states(s, segment_states(plan), segment_place(work, 1));
+          } else {
+            load_states(s, p.initial, place(p.initial, work, sequence.read));
+            if (!kOutput) store_states(s, segment_states(plan), segment_place(work, 1));
+          }
         }
+      } else if (kOutput) {
+        load_states(s, segment_states(plan), segment_place(work, 0));
       }
-    } else if (kOutput) {
-      load_states(s, segment_states(plan), segment_place(0));
     }
+    if (units_done > 0) barrier_arrive(&common.unit_empty[place_before]);
     uint32_t operand[32];
-    float factor[2] = {1.f, 1.f};
+    factor[0] = factor[1] = 1.f;
     round_state<M>(operand, s, factor);
-    // The state leaves with its true values.
-    const auto store = [&](const States& states, int64_t offset) {
-      if (kBounded<M>) {
-        const float back[2] = {1.f / factor[0], 1.f / factor[1]};
-        multiply_rows(s, back);
-      }
-      store_states(s, states, offset);
-      if (kBounded<M>) multiply_rows(s, factor);
-    };
 
     // Chunks to the next boundary; none is further away than any sequence is long.
     int until_checkpoint = INT32_MAX;
@@ -777,17 +900,15 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
           const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk;
           const int64_t entry = sequence.starts + (before + work.end - left) / every - before / every;
           const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
-          if (at >= 0) store(p.checkpoints, place(p.checkpoints, at));
+          if (at >= 0) {
+            true_values();
+            store_states(s, p.checkpoints, place(p.checkpoints, work, at));
+            if (kBounded<M>) multiply_rows(s, factor);
+          }
           until_checkpoint = interval(0);
         }
       }
     }
-    if constexpr (kOutput) {
-      if (work.last && p.final.data != nullptr && sequence.write >= 0) store(p.final, place(p.final, sequence.write));
-    } else {
-      store(segment_states(plan), segment_place(transition));
-    }
-    barrier_arrive(&common.unit_empty[unit_place]);
   }
 }
 
@@ -805,6 +926,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
     for (int i = 0; i < kStages; i++) {
       barrier_init(&common.full[i], kCarriers + (std::is_same_v<T, M> ? 2 : 1));
       barrier_init(&common.empty[i], 4 * kGroups);
+      barrier_init(&common.exchanged[i], 4 * kGroups);
     }
     for (int i = 0; i < kUnits; i++) {
       barrier_init(&common.unit_full[i], 32);
@@ -821,7 +943,6 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
   __syncthreads();
-  wait_for_previous();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
     if (threadIdx.x < 128 * kGroups + 32)
@@ -830,6 +951,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {
     if constexpr (kGroups == 2) registers_up<(kOutput ? 216 : 200)>();
+    wait_for_previous();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
   }
 }

@@ -123,6 +123,11 @@ inline void bulk_prefetch(const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
 }
 inline void fence_async_proxy() {}
+template <int kThreads>
+inline void meet() {
+  static emu::Barrier barrier;
+  emu::wait(barrier, kThreads);
+}
 template <int N>
 inline void registers_up() {}
 template <int N>
