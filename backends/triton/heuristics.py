@@ -31,7 +31,8 @@ class Tiles(NamedTuple):
     scan_stages: int
 
 
-#: For tests and the tuning script: fields of Tiles, "segment_chunks", "dependent" or "early", that replace the choice.
+#: For tests and the tuning script: fields of Tiles, "segment_chunks", "prepare_programs", "dependent" or
+#: "early", that replace the choice.
 #: Clear ``prefill.plans`` after a change.
 OVERRIDES: dict[str, Any] = {}
 
@@ -56,12 +57,27 @@ _WORTH_CUTTING, _BEARABLE = 0.92, 1.04
 _SEGMENT_CHUNKS = (8, 16, 32, 64, 128)
 #: Programs of recur that an SM runs side by side.
 _PROGRAMS_PER_SM = 2
-#: Estimated us, fitted to whole calls of the table on an H200 (they come out within 12%): a chunk of recur where an SM
-#: runs one program and where it runs two, what a pass without output takes of that, the start of a round of programs, a
-#: segment of scan, the launches that cutting adds, a chunk and head of prepare, a call.
-_ALONE_US, _SHARED_US, _LOCAL, _ROUND_US, _SCAN_US, _LAUNCH_US, _PREPARE_US, _CALL_US = (
-    2.2, 2.75, 0.8, 4.0, 1.5, 10.0, 0.02, 10.0,
-)  # fmt: skip
+#: prepare takes several heads a program where that leaves so many programs an SM. Where it normalises, each program does
+#: so for itself: then fewer and longer ones are better (not yet measured).
+_PREPARE_PROGRAMS, _PREPARE_PROGRAMS_NORMED = 4, 2
+
+
+class Costs(NamedTuple):
+    """Estimated microseconds of the parts of a call."""
+
+    alone: float  #: a chunk of recur where an SM runs one program
+    shared: float  #: where it runs two
+    local: float  #: what a pass without output takes of that
+    round: float  #: the start of a round of programs
+    scan: float  #: a segment of scan
+    launch: float  #: the launches that cutting adds
+    prepare: float  #: a chunk and head of prepare
+    call: float  #: a call
+
+
+#: Fitted to whole calls of the table on an H200, which come out within 12%, before the present kernels.
+#: ``tune segments`` measures and fits anew.
+COSTS = Costs(alone=2.2, shared=2.75, local=0.8, round=4.0, scan=1.5, launch=10.0, prepare=0.02, call=10.0)
 
 
 @cache
@@ -104,13 +120,47 @@ def tiles(device: torch.device, itemsize: int, block_k: int, block_v: int) -> Ti
     return chosen._replace(block_v=min(chosen.block_v, block_v), scan_block=min(chosen.scan_block, block_v))
 
 
-def heads_per_program(tiles: Tiles, group: int, chunks: int, heads: int, sms: int, batch_invariant: bool) -> int:
+def heads_per_program(
+    tiles: Tiles, group: int, chunks: int, heads: int, sms: int, batch_invariant: bool, normed: bool
+) -> int:
     """State heads of one prepare program: a divisor of the group that leaves programs enough for every SM."""
+    enough = sms * OVERRIDES.get("prepare_programs", _PREPARE_PROGRAMS_NORMED if normed else _PREPARE_PROGRAMS)
     best = 1
     for count in range(2, min(tiles.prepare_heads, group) + 1):
-        if group % count == 0 and (batch_invariant or chunks * heads // count >= 4 * sms):
+        if group % count == 0 and (batch_invariant or chunks * heads // count >= enough):
             best = count
     return best
+
+
+def estimate(
+    sequences: list[tuple[int, int]], size: int, num_heads: int, v_blocks: int, k_blocks: int, sms: int, costs: Costs
+) -> float:
+    """Microseconds of a call with these (number of sequences, chunks of each), cut into segments of ``size`` chunks, or
+    whole where none is longer."""
+
+    def passes(programs: int, length: int) -> float:
+        if programs <= sms:
+            return length * costs.alone + costs.round
+        return -(-programs // max(1, sms * _PROGRAMS_PER_SM)) * (length * costs.shared + costs.round)
+
+    fixed = sum(n * length for n, length in sequences) * num_heads * costs.prepare + costs.call
+    most = max(length for _, length in sequences)
+    if size >= most:
+        # Programs of different lengths: as long as the longest, or as all of them take together.
+        programs = num_heads * v_blocks * sum(n for n, _ in sequences)
+        together = sum(n * length for n, length in sequences) * num_heads * v_blocks / max(1, sms)
+        return fixed + max(passes(min(programs, 2 * sms), most), together / _PROGRAMS_PER_SM * costs.shared)
+    counts = [(n, -(-length // size)) for n, length in sequences]
+    segments = sum(n * count for n, count in counts)
+    states = sum(n * max(0, count - 1) for n, count in counts)
+    transitions = sum(n * max(0, count - 2) for n, count in counts)
+    return (
+        fixed
+        + costs.launch
+        + passes(num_heads * v_blocks * segments, size)
+        + passes(num_heads * (v_blocks * states + k_blocks * transitions), size) * costs.local
+        + most / size * costs.scan
+    )
 
 
 def segment_chunks(
@@ -131,45 +181,23 @@ def segment_chunks(
     for long in (longest, longest * 7 // 8) if num_seqs > 1 and longest >= chunks else (longest,):
         uneven.append([(1, long), (num_seqs - 1, -(-max(0, chunks - long) // max(1, num_seqs - 1)))])
 
-    def passes(programs: int, length: int) -> float:
-        if programs <= sms:
-            return length * _ALONE_US + _ROUND_US
-        return -(-programs // max(1, sms * _PROGRAMS_PER_SM)) * (length * _SHARED_US + _ROUND_US)
+    def us(sequences: list[tuple[int, int]], size: int) -> float:
+        return estimate(sequences, size, num_heads, v_blocks, k_blocks, sms, COSTS)
 
-    def estimate(sequences: list[tuple[int, int]], size: int) -> float:
-        fixed = chunks * num_heads * _PREPARE_US + _CALL_US
-        most = max(length for _, length in sequences)
-        if size >= most:
-            # Programs of different lengths: as long as the longest, or as all of them take together.
-            programs = num_heads * v_blocks * num_seqs
-            together = sum(n * length for n, length in sequences) * num_heads * v_blocks / max(1, sms)
-            return fixed + max(passes(min(programs, 2 * sms), most), together / _PROGRAMS_PER_SM * _SHARED_US)
-        counts = [(n, -(-length // size)) for n, length in sequences]
-        segments = sum(n * count for n, count in counts)
-        states = sum(n * max(0, count - 1) for n, count in counts)
-        transitions = sum(n * max(0, count - 2) for n, count in counts)
-        return (
-            fixed
-            + _LAUNCH_US
-            + passes(num_heads * v_blocks * segments, size)
-            + passes(num_heads * (v_blocks * states + k_blocks * transitions), size) * _LOCAL
-            + most / size * _SCAN_US
-        )
-
-    whole = estimate(alike, longest)
+    whole = us(alike, longest)
     best, best_score = 0, float("inf")
     programs = num_heads * v_blocks * num_seqs
     for size in _SEGMENT_CHUNKS:
         if size >= longest:
             continue
-        ratio = max(estimate(one, size) / estimate(one, longest) for one in uneven)
-        together = estimate(alike, size)
+        ratio = max(us(one, size) / us(one, longest) for one in uneven)
+        together = us(alike, size)
         if size >= alike[0][1]:
             # Whole after all: then launches were added for nothing, and where the programs were alone on their SMs,
             # those of the empty slots choose the pipeline for two.
-            together += _LAUNCH_US
+            together += COSTS.launch
             if programs <= sms < num_heads * v_blocks * (chunks // size + num_seqs):
-                together += alike[0][1] * (_SHARED_US - _ALONE_US)
+                together += alike[0][1] * (COSTS.shared - COSTS.alone)
         score = ratio + together / whole
         if score < best_score and (demanded or (ratio < _WORTH_CUTTING and together <= _BEARABLE * whole)):
             best, best_score = size, score

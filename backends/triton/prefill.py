@@ -182,7 +182,9 @@ def _plan(r: PrefillRequest) -> Plan:
     q_group, k_group, v_group = heads // r.num_q_heads, heads // r.num_k_heads, heads // r.num_v_heads
 
     shared = min(q_group, k_group) if r.num_q_heads == r.num_k_heads else 1
-    together = heuristics.heads_per_program(tile, shared, T // CHUNK + N, heads, sms, r.batch_invariant)
+    together = heuristics.heads_per_program(
+        tile, shared, T // CHUNK + N, heads, sms, r.batch_invariant, r.use_qk_l2norm
+    )
     dot, inverse = _precisions(r.q.dtype)
 
     # Fewer registers than the assembler would take let a third program run beside two; an option of NVIDIA's alone.
@@ -200,24 +202,24 @@ def _plan(r: PrefillRequest) -> Plan:
     local_early = dependent and heuristics.early(full * (v_blocks + k_blocks) * heads, False, sms)
     behind = {"launch_pdl": True} if dependent else {}
 
+    strides = [x.stride() for x in (r.q, r.k, r.v, r.output)]
+    if r.use_qk_l2norm:
+        strides[:2] = (r.num_q_heads * K, K), (r.num_k_heads * K, K)
+    token_strides, head_strides = ([stride[dim] for stride in strides] for dim in (0, 1))
+    paged = r.pages is not None
+
     prepare = Launch(
         kernels.prepare, (slots * (heads // together),), r.device,
         (
-            *_strides(r.q, 2), *_strides(r.k, 2), *_strides(r.g, 2), *_strides(r.beta, 2), *_strides(r.output, 2),
+            r.q.stride(1), r.k.stride(1), *_strides(r.g, 2), *_strides(r.beta, 2), *_strides(r.output, 2),
             T, N, heads, q_group, k_group, page_size, r.scale,
-            together, K, V, block_k, 32,
+            r.q.stride(0), r.k.stride(0), *token_strides[:2], together, K, V, block_k, 32,
             r.gate, "none" if r.beta is None else "logit" if r.beta_is_logit else "plain", r.use_qk_l2norm, prefix_kind,
             r.output_is_new, extra, record, dot, inverse, local_early if cut else last_early,
             max(4, triton.next_power_of_2(together)),
         ),
         num_warps=tile.prepare_warps, num_stages=1, **registers,
     )  # fmt: skip
-
-    strides = [x.stride() for x in (r.q, r.k, r.v, r.output)]
-    if r.use_qk_l2norm:
-        strides[:2] = (r.num_q_heads * K, K), (r.num_k_heads * K, K)
-    token_strides, head_strides = ([stride[dim] for stride in strides] for dim in (0, 1))
-    paged = r.pages is not None
 
     def recur(part: int, programs: int) -> Launch:
         stages = tile.alone_stages if alone else tile.recur_stages

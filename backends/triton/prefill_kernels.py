@@ -195,11 +195,12 @@ def _unit_lower_inverse(L, PRECISION: tl.constexpr):
 def prepare(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, prefixes, last_page_len,
     records, q_normed, k_normed, output,
-    q_stride_t: tl.int64, q_stride_h: tl.int64, k_stride_t: tl.int64, k_stride_h: tl.int64,
+    q_stride_h: tl.int64, k_stride_h: tl.int64,
     g_stride_t: tl.int64, g_stride_h: tl.int64, beta_stride_t: tl.int64, beta_stride_h: tl.int64,
     o_stride_t: tl.int64, o_stride_h: tl.int64,
     num_tokens: tl.int32, num_seqs: tl.int32, num_heads: tl.int32, q_group: tl.int32, k_group: tl.int32,
     page_size: tl.int32, scale: tl.float32,
+    Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, Q_NORMED_STRIDE: tl.constexpr, K_NORMED_STRIDE: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, PREFIX: tl.constexpr,
     ZERO_OUTSIDE: tl.constexpr, EXTRA: tl.constexpr, RECORD: tl.constexpr,
@@ -248,19 +249,36 @@ def prepare(
     k_head = (first_head // k_group).to(tl.int64)
     q_head = (first_head // q_group).to(tl.int64)
     t = first + r
-    tile_k = tl.load(k + t[:, None] * k_stride_t + k_head * k_stride_h + d[None, :], mask=mask, other=0.0)
-    tile_q = tl.load(q + t[:, None] * q_stride_t + q_head * q_stride_h + d[None, :], mask=mask, other=0.0)
+    k += first * K_STRIDE + k_head * k_stride_h
+    q += first * Q_STRIDE + q_head * q_stride_h
+    # Nothing reads them again where they are normalised.
+    POLICY: tl.constexpr = "evict_first" if L2NORM else ""
+    tile_k = tl.load(k + (r[:, None] * K_STRIDE + d[None, :]), mask=mask, other=0.0, eviction_policy=POLICY)
+    tile_q = tl.load(q + (r[:, None] * Q_STRIDE + d[None, :]), mask=mask, other=0.0, eviction_policy=POLICY)
+    # The gates are asked for here, so that they come with the tiles.
+    is_head = tl.arange(0, HEADS_PADDED) < HEADS
+    h = first_head + tl.arange(0, HEADS_PADDED)
+    here = is_head[:, None] & inside[None, :]
+    if GATE != "none":
+        gate = tl.load(g + t[None, :] * g_stride_t + h[:, None] * g_stride_h, mask=here, other=0.0)
+    a = 0.0
+    bias = 0.0
+    if GATE == "raw":
+        a = tl.load(A_log + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
+        bias = tl.load(dt_bias + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
+    if BETA != "none":
+        b = tl.load(beta + t[None, :] * beta_stride_t + h[:, None] * beta_stride_h, mask=here, other=0.0)
     if L2NORM:
         wide_k = tile_k.to(tl.float32)
-        wide_q = tile_q.to(tl.float32)
         tile_k = (wide_k * inverse_norm(wide_k, 1)[:, None]).to(dtype)
-        tile_q = (wide_q * inverse_norm(wide_q, 1)[:, None]).to(dtype)
         if first_head % k_group == 0:
-            step = num_heads // k_group * K
-            tl.store(k_normed + t[:, None] * step + k_head * K + d[None, :], tile_k, mask=mask)
+            k_normed += first * K_NORMED_STRIDE + k_head * K
+            tl.store(k_normed + (r[:, None] * K_NORMED_STRIDE + d[None, :]), tile_k, mask=mask)
+        wide_q = tile_q.to(tl.float32)
+        tile_q = (wide_q * inverse_norm(wide_q, 1)[:, None]).to(dtype)
         if first_head % q_group == 0:
-            step = num_heads // q_group * K
-            tl.store(q_normed + t[:, None] * step + q_head * K + d[None, :], tile_q, mask=mask)
+            q_normed += first * Q_NORMED_STRIDE + q_head * K
+            tl.store(q_normed + (r[:, None] * Q_NORMED_STRIDE + d[None, :]), tile_q, mask=mask)
     keys = tl.trans(tile_k)
     row = r[:, None]
     col = r[None, :]
@@ -268,9 +286,6 @@ def prepare(
     # What is one value a token, for all heads at once. A conversion between the layouts that this wants and those of
     # the products would be a trip through shared memory with two barriers, for each value and head. They go through the
     # place of T instead, where every thread then finds what it needs.
-    is_head = tl.arange(0, HEADS_PADDED) < HEADS
-    h = first_head + tl.arange(0, HEADS_PADDED)
-    here = is_head[:, None] & inside[None, :]
     first_record = records + (wide_slot * num_heads + first_head) * RECORD
     spares = first_record.to(tl.pointer_type(tl.float32), bitcast=True)
     spares += tl.arange(0, HEADS_PADDED)[:, None] * (RECORD // 4) + col
@@ -280,13 +295,7 @@ def prepare(
         tl.store(vectors, ones, mask=is_head[:, None])
         tl.store(vectors + CHUNK, ones, mask=is_head[:, None])
     else:
-        gate = tl.load(g + t[None, :] * g_stride_t + h[:, None] * g_stride_h, mask=here, other=0.0).to(tl.float32)
-        a = 0.0
-        bias = 0.0
-        if GATE == "raw":
-            a = tl.load(A_log + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
-            bias = tl.load(dt_bias + h, mask=is_head, other=0.0).to(tl.float32)[:, None]
-        decay = tl.where(here, log2_decay(gate, a, bias, GATE), 0.0)
+        decay = tl.where(here, log2_decay(gate.to(tl.float32), a, bias, GATE), 0.0)
         # A decay to zero is counted rather than summed: the others keep their precision, and 0 - 0 is no NaN.
         stop = decay <= LOG2_ZERO
         decay = tl.cumsum(tl.where(stop, 0.0, decay), axis=1)
@@ -299,7 +308,6 @@ def prepare(
         tl.store(spares, decay, mask=is_head[:, None])
         tl.store(spares + CHUNK, stops.to(tl.float32), mask=is_head[:, None])
     if BETA != "none":
-        b = tl.load(beta + t[None, :] * beta_stride_t + h[:, None] * beta_stride_h, mask=here, other=0.0)
         if BETA == "logit":
             b = sigmoid(b.to(tl.float32)).to(beta.dtype.element_ty)
         tl.store(spares + 2 * CHUNK, tl.where(here, b.to(tl.float32), 0.0), mask=is_head[:, None])
@@ -339,15 +347,80 @@ def prepare(
 
 
 @triton.jit
+def _places(BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(rows [n, 1], columns [n, 2]) of the pairs of neighbours in a state block, dealt out so that a thread gets those
+    that it has as accumulators of a product (16 rows a warp, 8 rows and 8 columns at a time). Float32 states go this way:
+    a warp then reads and writes whole sectors of 32 bytes, and nothing goes through shared memory, so that a state may
+    still be on its way when the first tiles are asked for."""
+    WARPS: tl.constexpr = BLOCK_V // 16
+    n = tl.arange(0, BLOCK_V * BLOCK_K // 2)[:, None]
+    rows = (n // 32 % WARPS) * 16 + (n // (32 * WARPS) % 2) * 8 + n // 4 % 8
+    return rows, n // (64 * WARPS) * 8 + n % 4 * 2 + tl.arange(0, 2)[None, :]
+
+
+@triton.jit
+def _gathered(x, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The block [BLOCK_V, BLOCK_K] whose elements lie in ``x`` as ``_places`` deals them."""
+    x = tl.reshape(x, (BLOCK_K // 8, 2, BLOCK_V // 16, 8, 4, 2))
+    return tl.reshape(tl.permute(x, (2, 1, 3, 0, 4, 5)), (BLOCK_V, BLOCK_K))
+
+
+@triton.jit
+def _dealt(S, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The inverse of ``_gathered``."""
+    S = tl.reshape(S, (BLOCK_V // 16, 2, 8, BLOCK_K // 8, 4, 2))
+    return tl.reshape(tl.permute(S, (3, 1, 0, 2, 4, 5)), (BLOCK_V * BLOCK_K // 2, 2))
+
+
+@triton.jit
+def _load_block(states, stride_v, first_row, limit, FULL: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr,
+                BLOCK_K: tl.constexpr):  # fmt: skip
+    """Rows from ``first_row`` on of the state head at ``states``, in float32; zero from row ``limit`` on, which no row
+    reaches where FULL."""
+    if states.dtype.element_ty == tl.float32:
+        rows, cols = _places(BLOCK_V, BLOCK_K)
+        at = states + first_row * stride_v + (rows * stride_v + cols)
+        if FULL:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=(first_row + rows < limit) & (cols < K), other=0.0)
+        return _gathered(x, BLOCK_V, BLOCK_K)
+    else:
+        rows = first_row + tl.arange(0, BLOCK_V)[:, None]
+        cols = tl.arange(0, BLOCK_K)[None, :]
+        return tl.load(states + rows * stride_v + cols, mask=(rows < limit) & (cols < K), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_block(S, states, stride_v, first_row, limit, FULL: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr,
+                 BLOCK_K: tl.constexpr):  # fmt: skip
+    """The same way back into float32 states."""
+    rows, cols = _places(BLOCK_V, BLOCK_K)
+    at = states + first_row * stride_v + (rows * stride_v + cols)
+    if FULL:
+        tl.store(at, _dealt(S, BLOCK_V, BLOCK_K))
+    else:
+        tl.store(at, _dealt(S, BLOCK_V, BLOCK_K), mask=(first_row + rows < limit) & (cols < K))
+
+
+@triton.jit
 def _store_state(
-    S, states, row, stride_r, stride_h, stride_v, head, rows, limit,
-    K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    S, states, row, stride_r, stride_h, stride_v, head, first_row, limit,
+    FULL: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a state head, 32 columns at a time: a larger piece would need registers and shared memory that the loop
-    over chunks, of which this is a part, wants."""
+    """Rows of a state head. Other types than float32 go 32 columns at a time: a larger piece would need registers and
+    shared memory that the loop over chunks, of which this is a part, wants."""
+    states += row * stride_r + head * stride_h
+    if states.dtype.element_ty == tl.float32:
+        _store_block(S, states, stride_v, first_row, limit, FULL, K, BLOCK_V, BLOCK_K)
+    else:
+        _store_narrow(S, states, stride_v, first_row + tl.arange(0, BLOCK_V), limit, K, BLOCK_V, BLOCK_K)
+
+
+@triton.jit
+def _store_narrow(S, states, stride_v, rows, limit, K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr):
     WIDTH: tl.constexpr = 32 if BLOCK_K > 32 else BLOCK_K
     PIECES: tl.constexpr = BLOCK_K // WIDTH
-    states += row * stride_r + head * stride_h
     at = rows[:, None].to(tl.int64) * stride_v + tl.arange(0, WIDTH)[None, :]
     pieces = tl.reshape(S, (BLOCK_V, PIECES, WIDTH))
     which = tl.arange(0, PIECES)[None, :, None]
@@ -406,6 +479,8 @@ def recur(
     place = pid // num_heads
 
     if PART == WHOLE:
+        # The last sequence first: what ``prepare`` left of it is the freshest in the L2.
+        place = num_seqs - 1 - place
         i = place
     else:
         i = _sequence_of_segment(place, cu_seqlens, num_seqs, segment_chunks * CHUNK, EXTRA)
@@ -432,18 +507,18 @@ def recur(
     d = tl.arange(0, BLOCK_K)
     is_transition = block >= V_BLOCKS
     if PART == LOCAL:
-        rows = (block - tl.where(is_transition, V_BLOCKS, 0)) * BLOCK_V + tl.arange(0, BLOCK_V)
+        first_row = (block - tl.where(is_transition, V_BLOCKS, 0)) * BLOCK_V
         limit = tl.where(is_transition, K, V)
         v_limit = tl.where(is_transition, 0, V)  # the tokens of a transition have v = 0
         if is_transition & ((segment == 0) | is_last):
             _wait(AFTER)
             return
     else:
-        rows = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        first_row = block * BLOCK_V
         limit = V
         v_limit = V
-    wide_rows = rows.to(tl.int64)
-    state_mask = (rows < limit)[:, None] & (d < K)[None, :]
+    rows = first_row + tl.arange(0, BLOCK_V)
+    FULL: tl.constexpr = K == BLOCK_K and V % BLOCK_V == 0 and (PART != LOCAL or K % BLOCK_V == 0)
     segment_head = (place.to(tl.int64) * num_heads + h) * (V + K)
 
     S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
@@ -463,9 +538,8 @@ def recur(
             elif READ_ROWS:
                 row = tl.load(read_rows + i).to(tl.int64)
             at = initial + row * initial_stride_r + h * initial_stride_h
-            at += wide_rows[:, None] * initial_stride_v + d[None, :]
             if row >= 0:
-                S = tl.load(at, mask=state_mask, other=0.0).to(tl.float32)
+                S = _load_block(at, initial_stride_v, first_row, limit, FULL, K, BLOCK_V, BLOCK_K)
     # The entry of the next checkpoint, the chunk that it follows, and its row, which is asked for long before.
     checkpoint = begin * 0
     checkpoint_chunk = 0
@@ -499,10 +573,10 @@ def recur(
     # What was read so far was there before the call.
     _wait(AFTER)
     if PART == FINAL:
-        S = tl.load(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], mask=state_mask, other=0.0)
+        S = _load_block(segments + segment_head * K, K, first_row, limit, FULL, K, BLOCK_V, BLOCK_K)
     if PART == LOCAL:
         if segment == 0:
-            tl.store(segments + (segment_head + wide_rows[:, None]) * K + d[None, :], S, mask=state_mask)
+            _store_block(S, segments + segment_head * K, K, first_row, limit, FULL, K, BLOCK_V, BLOCK_K)
         if is_last:
             return
 
@@ -561,7 +635,7 @@ def recur(
                 if checkpoint_row >= 0:
                     _store_state(
                         S, checkpoints, checkpoint_row, checkpoint_stride_r, checkpoint_stride_h, checkpoint_stride_v,
-                        h, rows, limit, K, BLOCK_V, BLOCK_K,
+                        h, first_row, limit, FULL, K, BLOCK_V, BLOCK_K,
                     )  # fmt: skip
                 checkpoint += 1
                 checkpoint_chunk += checkpoint_chunks
@@ -570,13 +644,13 @@ def recur(
                 )
 
     if PART == LOCAL:
-        at = segment_head + num_heads.to(tl.int64) * (V + K) + tl.where(is_transition, V, 0) + wide_rows
-        tl.store(segments + at[:, None] * K + d[None, :], S, mask=state_mask)
+        at = segment_head + num_heads.to(tl.int64) * (V + K) + tl.where(is_transition, V, 0)
+        _store_block(S, segments + at * K, K, first_row, limit, FULL, K, BLOCK_V, BLOCK_K)
     elif FINAL_STATE:
         if store_final & (final_row >= 0):
             _store_state(
-                S, final, final_row, final_stride_r, final_stride_h, final_stride_v, h, rows, limit,
-                K, BLOCK_V, BLOCK_K,
+                S, final, final_row, final_stride_r, final_stride_h, final_stride_v, h, first_row, limit,
+                FULL, K, BLOCK_V, BLOCK_K,
             )  # fmt: skip
 
 

@@ -1,31 +1,34 @@
 """Checks and times the prefill's candidates over the prefill table; needs a CUDA device.
 
-    python -m gdn_multi.backends.triton.tune [kernels] [segments] [table] [accuracy]
-        [--rows 2/8] [--only prepare] [--reps 15] [--override dependent=0]
+    python -m gdn_multi.backends.triton.tune [kernels] [segments] [table] [accuracy] [fit]
+        [--rows 2/8] [--lengths 256x32] [--only prepare] [--reps 15] [--override dependent=0] [--log FILE]
 
 kernels   each kernel by itself with every candidate of tiles, on a few shapes, and whether the call is right;
           prepare also as a model calls it (after the +)
-segments  whole calls with every segment length, for the rows with few programs
+segments  whole calls with every segment length, for the rows with few programs; then fits the costs of heuristics.py
 table     the whole table as it would run now: unpaged, paged, and as a model calls it; host time of a call
 accuracy  the accuracy table against the float64 reference
+fit       only the fit, to what segments printed into --log FILE; needs no GPU
 
-Times are medians in microseconds of CUDA graph replays with the L2 flushed before each. Nothing named: all of it.
+Times are medians in microseconds of CUDA graph replays with the L2 flushed before each. Nothing named: all of it but fit.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 import gdn_multi
 from gdn_multi import reference, validate
-from gdn_multi.request import PrefillRequest
+from gdn_multi.request import CHUNK, PrefillRequest
 
 from . import heuristics, prefill
 from .launch import Launch
@@ -172,6 +175,16 @@ def name_of(lengths: tuple[int, ...]) -> str:
     return f"{lengths[0]}x{len(lengths)}" if len(set(lengths)) == 1 else "+".join(map(str, lengths))
 
 
+def rows_of_table(rows: list[tuple[int, int]], only: list[str]) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+    """Heads and lengths of the table's rows with one of these heads and names; with any where there are none."""
+    return [
+        (heads, lengths)
+        for heads, table in TABLE.items()
+        for lengths in table
+        if (not rows or heads in rows) and (not only or name_of(lengths) in only)
+    ]
+
+
 def compare(arguments: dict, expected: tuple[torch.Tensor, torch.Tensor]) -> float:
     output, state = gdn_multi.chunk_gated_delta_rule(**arguments)
     pairs = zip((output, state), expected)
@@ -235,48 +248,113 @@ def tune_kernels(reps: int, rows: list[tuple[int, int]], only: str) -> None:
         line(f"scan block={block} warps={warps} stages={stages}", ("scan",), **tiles, segment_chunks=16)
 
 
-def tune_segments(reps: int, rows: list[tuple[int, int]]) -> None:
+#: (heads, lengths) -> microseconds by chunks of a segment.
+Measured = dict[tuple[tuple[int, int], tuple[int, ...]], dict[int, float]]
+
+
+def tune_segments(reps: int, rows: list[tuple[int, int]], only: list[str]) -> None:
     print("\n# whole calls by chunks of a segment (0: whole sequences), us; * is the heuristics' choice")
     print(f"{'':<24}{''.join(f'{size:>9}' for size in SEGMENTS)}")
-    for heads, table in TABLE.items():
-        if rows and heads not in rows:
+    measured: Measured = {}
+    for heads, lengths in rows_of_table(rows, only):
+        if len(lengths) > 8:
             continue
-        for lengths in table:
-            if len(lengths) > 8:
-                continue
-            arguments = inputs(heads, lengths)
-            path = prefill.plan_for(request_of(arguments)).path
-            cells = []
-            for size in SEGMENTS:
-                with choice(segment_chunks=size):
-                    us = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**arguments), reps)
-                    mark = "*" if prefill.plan_for(request_of(arguments)).path == path else " "
-                cells.append(f"{us:8.0f}{mark}")
-            print(f"{heads[0]}/{heads[1]} {name_of(lengths):<18}{''.join(cells)}", flush=True)
+        arguments = inputs(heads, lengths)
+        path = prefill.plan_for(request_of(arguments)).path
+        times, cells = {}, []
+        for size in SEGMENTS:
+            with choice(segment_chunks=size):
+                times[size] = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**arguments), reps)
+                mark = "*" if prefill.plan_for(request_of(arguments)).path == path else " "
+            cells.append(f"{times[size]:8.0f}{mark}")
+        measured[heads, lengths] = times
+        print(f"{heads[0]}/{heads[1]} {name_of(lengths):<18}{''.join(cells)}", flush=True)
+    fit(measured)
 
 
-def tune_table(reps: int, rows: list[tuple[int, int]]) -> None:
+def read_segments(text: str) -> Measured:
+    """What ``tune_segments`` printed."""
+    measured: Measured = {}
+    for q, v, name, times in re.findall(r"^(\d+)/(\d+) (\d+x\d+|\d+(?:\+\d+)+) ((?:\s+\d+[* ]?){6})\s*$", text, re.M):
+        length, _, count = name.partition("x")
+        lengths = (int(length),) * int(count) if count else tuple(map(int, name.split("+")))
+        found = map(float, re.findall(r"\d+", times))
+        measured[(int(q), int(v)), lengths] = dict(zip(SEGMENTS, found))
+    return measured
+
+
+def fit(measured: Measured) -> heuristics.Costs:
+    """The costs that bring the estimates of all calls closest, in the mean square of their logarithms; prints them and
+    how good the choices are that follow. Block sizes and SMs are those of an H200."""
+    sms, blocks = 132, K // 64
+    cells = [
+        ([(1, -(-length // CHUNK)) for length in lengths], size or max(lengths), heads[1], us)
+        for (heads, lengths), times in measured.items()
+        for size, us in times.items()
+        if size * CHUNK < max(lengths)  # else nothing was cut, and empty segments were launched
+    ]
+    if not cells:
+        raise SystemExit("nothing to fit: the log holds no rows of segments")
+
+    def errors(costs: heuristics.Costs) -> list[float]:
+        return [math.log(heuristics.estimate(n, size, h, blocks, blocks, sms, costs) / us) for n, size, h, us in cells]
+
+    def loss(costs: heuristics.Costs) -> float:
+        return sum(x * x for x in errors(costs)) / len(cells)
+
+    best, lowest, step = heuristics.COSTS, loss(heuristics.COSTS), 0.3
+    before = best, lowest
+    while step > 0.002:
+        improved = False
+        for name in heuristics.Costs._fields:
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = best._replace(**{name: getattr(best, name) * factor})
+                if (new := loss(tried)) < lowest:
+                    best, lowest, improved = tried, new, True
+        step = step if improved else step / 2
+    for title, costs, mean in (("in use", *before), ("fitted", best, lowest)):
+        values = ", ".join(f"{name}={value:.3g}" for name, value in costs._asdict().items())
+        worst = max(map(abs, errors(costs)))
+        print(f"{title}: Costs({values}); off by {math.sqrt(mean):.1%} in the mean, {math.expm1(worst):.0%} at most")
+    kept = heuristics.COSTS
+    for title, costs in (("in use", kept), ("fitted", best)):
+        heuristics.COSTS = costs
+        lost = []
+        for (heads, lengths), times in measured.items():
+            chunks, longest = sum(lengths) // CHUNK, max(lengths) // CHUNK
+            size = heuristics.segment_chunks(chunks, longest, len(lengths), heads[1], blocks, blocks, sms, False)
+            # A choice that cuts nothing was measured where it is called 0.
+            us = times[size if size * CHUNK < max(lengths) else 0]
+            lost.append((us / min(times.values()), f"{heads[0]}/{heads[1]} {name_of(lengths)} {size}"))
+        worse = ", ".join(f"{name}: {ratio:.2f}" for ratio, name in sorted(lost, reverse=True) if ratio > 1.02)
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in lost) / len(lost))
+        print(
+            f"{title}: chosen over best {mean:.3f} in the mean; chosen chunks and ratio where above 1.02: {worse or '-'}"
+        )
+    heuristics.COSTS = kept
+    return best
+
+
+def tune_table(reps: int, rows: list[tuple[int, int]], only: list[str]) -> None:
     print("\n# the table, us; FLA and the best peer as measured elsewhere on an H200")
     columns = (("FLA", 7), ("best", 7), ("ours", 8), ("paged", 8), ("model", 8), ("FLA/ours", 10))
     columns += (("paged", 7), ("model", 7))
     print(" " * 21 + "".join(f"{name:>{width}}" for name, width in columns) + "  path")
     ratios = []
-    for heads, table in TABLE.items():
-        if rows and heads not in rows:
-            continue
-        for lengths, (fla, best) in table.items():
-            arguments = inputs(heads, lengths)
-            model, pages = as_a_model_calls(arguments), paged(arguments, lengths)
-            ours = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**arguments), reps)
-            path = gdn_multi.last_backend().detail
-            on_pages = time_us(lambda: gdn_multi.chunk_gated_delta_rule_paged(**pages), reps)
-            as_model = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**model), reps)
-            ratios.append(fla / ours)
-            print(
-                f"{heads[0]}/{heads[1]} {name_of(lengths):<16}{fla:7}{best:7}{ours:8.1f}{on_pages:8.1f}{as_model:8.1f}"
-                f"{fla / ours:10.2f}{on_pages / ours:7.2f}{as_model / ours:7.2f}  {path}",
-                flush=True,
-            )
+    for heads, lengths in rows_of_table(rows, only):
+        fla, best = TABLE[heads][lengths]
+        arguments = inputs(heads, lengths)
+        model, pages = as_a_model_calls(arguments), paged(arguments, lengths)
+        ours = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**arguments), reps)
+        path = gdn_multi.last_backend().detail
+        on_pages = time_us(lambda: gdn_multi.chunk_gated_delta_rule_paged(**pages), reps)
+        as_model = time_us(lambda: gdn_multi.chunk_gated_delta_rule(**model), reps)
+        ratios.append(fla / ours)
+        print(
+            f"{heads[0]}/{heads[1]} {name_of(lengths):<16}{fla:7}{best:7}{ours:8.1f}{on_pages:8.1f}{as_model:8.1f}"
+            f"{fla / ours:10.2f}{on_pages / ours:7.2f}{as_model / ours:7.2f}  {path}",
+            flush=True,
+        )
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(f"geometric mean of FLA / ours {mean:.2f}, least {min(ratios):.2f}")
     arguments = inputs((2, 8), (256,))
@@ -294,30 +372,44 @@ def tune_table(reps: int, rows: list[tuple[int, int]]) -> None:
         torch.cuda.synchronize()
 
 
+def truth(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and final state of the only sequence in float64; unlike ``reference.prefill`` without every state between,
+    which would be 8 GB."""
+    heads = arguments["v"].shape[1]
+    q, k = (reference.expand_heads(arguments[name].double(), heads).unbind() for name in ("q", "k"))
+    v, alpha, beta = (arguments[name].double().unbind() for name in ("v", "g", "beta"))
+    S = arguments["initial_state"][0].double()
+    output = []
+    for token in zip(q, k, v, alpha, beta):
+        o, S = reference.step(S, *token, K**-0.5)
+        output.append(o)
+    return torch.stack(output), S
+
+
 def tune_accuracy() -> None:
     print("\n# relative error of output and final state, 2/8 heads, 8192 tokens; whole sequences, then segments of 16")
     for dtype in (BF16, F16):
         for gates in ("model", "0.9999", "0.5"):
             arguments = inputs((2, 8), (8192,), dtype, gates)
-            expected, states = reference.prefill(
-                *(arguments[name] for name in ("q", "k", "v", "g", "beta")), cu_seqlens=arguments["cu_seqlens"],
-                initial_state=arguments["initial_state"],
-            )  # fmt: skip
+            expected = truth(arguments)
             cells = []
             for size in (0, 16):
                 with choice(segment_chunks=size):
                     output, state = gdn_multi.chunk_gated_delta_rule(**arguments)
-                for x, y in ((output, expected), (state[0], states[0][-1])):
+                for x, y in zip((output, state[0]), expected):
                     cells.append(f"{float((x.double() - y).norm() / y.norm()):.2e}")
-            del states
             print(f"{str(dtype):<16}{gates:<8}", *cells, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("kernels", "segments", "table", "accuracy")
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="what to run")
+    parser.add_argument("parts", nargs="*", choices=[*parts, "fit", []], help="what to run")
     parser.add_argument("--rows", action="append", default=[], help="only these heads, such as 2/8 (may be repeated)")
+    parser.add_argument(
+        "--lengths", action="append", default=[], help="only these rows, such as 256x32, of table, segments"
+    )
+    parser.add_argument("--log", help="where fit finds what segments printed")
     parser.add_argument("--only", default="", help="only kernels whose line starts so: prepare, recur, local, scan")
     parser.add_argument("--reps", type=int, default=15)
     parser.add_argument("--override", action="append", default=[], help="NAME=NUMBER of heuristics.OVERRIDES")
@@ -329,13 +421,17 @@ def main() -> None:
     begin = time.time()
     chosen = options.parts or parts
     if "table" in chosen:
-        tune_table(options.reps, rows)
+        tune_table(options.reps, rows, options.lengths)
     if "kernels" in chosen:
         tune_kernels(options.reps, rows, options.only)
     if "segments" in chosen:
-        tune_segments(options.reps, rows)
+        tune_segments(options.reps, rows, options.lengths)
     if "accuracy" in chosen:
         tune_accuracy()
+    if "fit" in chosen:
+        if options.log is None:
+            parser.error("fit needs --log FILE")
+        fit(read_segments(Path(options.log).read_text()))
     print(f"{time.time() - begin:.0f} s")
 
 

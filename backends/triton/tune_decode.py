@@ -1,6 +1,6 @@
 """Times tile shapes of the decode kernel over the decode table; needs a CUDA device.
 
-    python -m gdn_multi.backends.triton.tune_decode [--reps 40] [--quick]
+    python -m gdn_multi.backends.triton.tune_decode [--reps 40] [--quick] [--large]
 
 Every candidate is first compared with the float64 reference, and its bits with those of the tile in use. Times are
 medians of graph replays with the L2 flushed before each; TB/s counts the state read once and written once.
@@ -9,6 +9,7 @@ medians of graph replays with the L2 flushed before each; TB/s counts the state 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 
@@ -42,19 +43,26 @@ TABLE = (
     (BF16, 16, 64, 256, 292.6, 731.6),
 )
 
+#: What decides about bandwidth: rows that move 134 MB and more.
+LARGE = (
+    (BF16, 16, 64, 32), (BF16, 16, 64, 128), (BF16, 16, 64, 256), (BF16, 16, 32, 128),
+    (F32, 16, 64, 32), (F32, 16, 64, 128), (F32, 16, 64, 256),
+)  # fmt: skip
+
 FIRST = ("evict_first", "evict_first")
 CANDIDATES = {
     F32: [
-        *(Tile(v, w, "", "") for v, w in ((4, 1), (8, 1), (16, 1), (16, 2), (32, 2), (16, 4), (32, 4), (64, 8))),
+        *(Tile(v, w, "", "") for v, w in ((4, 1), (8, 1), (16, 1), (16, 2), (16, 4), (32, 4))),
         Tile(8, 1, *FIRST),
         Tile(8, 1, "evict_first", ""),
-        Tile(32, 4, *FIRST),
+        Tile(16, 1, *FIRST),
     ],
     BF16: [
-        *(Tile(v, w, "", "") for v, w in ((4, 1), (8, 1), (16, 1), (16, 2), (32, 2), (16, 4), (32, 4), (64, 4))),
+        *(Tile(v, w, "", "") for v, w in ((4, 1), (8, 1), (16, 1), (32, 1), (16, 2), (32, 2), (32, 4), (64, 4))),
         Tile(8, 1, *FIRST),
         Tile(16, 1, *FIRST),
         Tile(16, 1, "evict_first", ""),
+        Tile(32, 1, *FIRST),
     ],
 }
 
@@ -180,12 +188,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reps", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="only the tile in use")
+    parser.add_argument("--large", action="store_true", help="only rows of 134 MB and more, as TB/s, and no host times")
     options = parser.parse_args()
     begin = time.perf_counter()
     timer = Timer(options.reps)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     for stored in (F32, BF16):
         table = [row for row in TABLE if row[0] is stored]
+        if options.large:
+            known = {row[:4]: row[4:] for row in TABLE}
+            table = [(*row, *known.get(row, (math.nan, math.nan))) for row in LARGE if row[0] is stored]
         used = tile(128, 128, stored.itemsize)
         shapes: list[Tile] = [used] + [s for s in CANDIDATES[stored] if s != used and not options.quick]
         bits = [check(shape, used, stored, 16, 64) for shape in shapes]
@@ -203,18 +215,21 @@ def main() -> None:
             rates: tuple[float, float] = (moved / times[0] / 1e6, moved / best / 1e6)
             print(
                 f"{hq:>2}/{hv:<2} {batch:>4} {flashinfer:>16.1f} {fla:>6.1f} |",
-                *(f"{t:7.1f}" for t in times),
+                *(f"{moved / t / 1e6:7.2f}" if options.large else f"{t:7.1f}" for t in times),
                 f"| {name(shapes[times.index(best)])} {rates[1]:.2f} TB/s (in use {rates[0]:.2f})",
                 flush=True,
             )
             del request
         use(used)
+        if options.large:
+            continue
         request = paged_request(stored, 16, 64, 32, tokens=4)  # not a public call: pages with T > 1, for its time only
         print(f"16/64 B=32 T=4: {timer(request):.1f} us")
         del request
     kernels.tile = tile
     kernels._LAUNCHES.clear()
-    host_times()
+    if not options.large:
+        host_times()
     print(f"{time.perf_counter() - begin:.0f} s in all")
 
 

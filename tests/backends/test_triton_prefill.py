@@ -164,7 +164,7 @@ def test_heads_of_a_group_share_a_program_to_the_bit():
             patch.setenv("GDN_MULTI_BATCH_INVARIANT", "1")  # takes as many as are allowed, however few programs
             results.append(door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(output_final_state=True)))
         (plan,) = prefill.plans.values()
-        assert plan.prepare.grid[0] % (8 // together) == 0 and plan.prepare.fixed[17] == together
+        assert plan.prepare.grid[0] % (8 // together) == 0 and plan.prepare.fixed[19] == together
     assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
 
 
