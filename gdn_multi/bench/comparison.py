@@ -83,6 +83,20 @@ class Comparison:
         return any(outcome.wrong for outcome in self.outcomes.values())
 
 
+def from_json(calls: Sequence[dict]) -> list[Comparison]:
+    """What ``dataclasses.asdict`` made of comparisons, after a way through JSON."""
+    made = []
+    for call in calls:
+        fields = {name: call[name] for name in Comparison.__dataclass_fields__ if name in call}
+        fields["outcomes"] = {
+            name: Outcome(**dict(each, states=[tuple(pair) for pair in each["states"]]))
+            for name, each in call["outcomes"].items()
+        }
+        fields["pairs"] = [Pair(**pair) for pair in call["pairs"]]
+        made.append(Comparison(**fields))
+    return made
+
+
 # --- what the reference says -------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ class Runner:
     seed: int = 0
     check: bool = True
     host: bool = True
-    deadline: float | None = None  #: time.monotonic() after which no row is started
+    deadline: float | None = None  #: time.monotonic() after which nothing is started
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     stopped: str = ""  #: why rows are missing; empty when none are
 
@@ -81,11 +81,14 @@ class Runner:
                 self._row(table, row, result)
             except ContextLost as lost:
                 self.stopped = str(lost)
-                self.say(self.stopped)
-                done(result)
-                break
-            self.say(f"    row done in {time.perf_counter() - started:.1f} s")
+            except KeyboardInterrupt:
+                self.stopped = f"interrupted in {table} row {row.name}"
+            else:
+                self.say(f"    row done in {time.perf_counter() - started:.1f} s")
             done(result)
+            if self.stopped:
+                self.say(self.stopped)
+                break
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -110,6 +113,9 @@ class Runner:
                 continue
             if contender.only_rows is not None and not any(fnmatchcase(row.name, p) for p in contender.only_rows):
                 continue
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                self.stopped = f"time limit reached in {table} row {row.name}, before {contender.name}"
+                return
             measured = result.results[contender.name] = Result()
             try:
                 with warnings.catch_warnings():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
+import threading
 import time
 
 EPILOG = """\
@@ -15,6 +18,7 @@ examples
   python -m gdn_multi bench --rows 4/16:100+2000x3 --rows 8/16:B=48:bfloat16      rows of your own
   python -m gdn_multi bench --tables accuracy --peers all
   python -m gdn_multi bench --peers none --against earlier.json                   peers' times from an earlier run
+  python -m gdn_multi bench --warm-up 16 --time-limit 500 --json out.json         all peers, unattended
 
 Each call is captured in a CUDA graph and its replays are timed with the L2 flushed before each; a cell marked "e" could
 not be captured and was timed eagerly, "†" marks a figure read from --against. Every answer is checked once a row
@@ -51,7 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--quick", action="store_true", help="a few rows of each table, and a smaller time budget")
     add("--budget", type=float, default=None, metavar="S", help="seconds of timing a cell (default 0.2, quick 0.1)")
-    add("--time-limit", type=float, default=None, metavar="S", help="start no row after so many seconds")
+    add("--time-limit", type=float, default=None, metavar="S", help="measure nothing more after so many seconds")
+    add(
+        "--warm-up", type=int, default=0, metavar="N",
+        help="first make every first call, in N processes where compiled kernels are kept on disk, so that compiling "
+        "takes all cores (default 0: each call compiles where it comes in the table)",
+    )  # fmt: skip
+    add("--warm-up-limit", type=float, default=240, metavar="S", help="give up on first calls after so long (240)")
+    add("--first-calls", metavar="TASK", help=argparse.SUPPRESS)  # what a process of --warm-up runs
     add("--page-size", type=int, default=1024, help="tokens a page of the paged calls (default 1024)")
     add("--seed", type=int, default=0)
     add("--device", default=None, help="default: the current GPU, else the CPU")
@@ -91,12 +102,15 @@ def _ours(text: str, device) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..bench import ours, peers, report, rows
+    from ..bench import first_calls, ours, peers, report, rows
     from ..bench.runner import Runner, as_json
     from ..bench.timing import Timer
 
     if args.source:
         return _replay(args)
+    if args.first_calls:
+        return _first_calls(args)
+    began = time.monotonic()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tables = _names(args.tables)
     try:
@@ -136,21 +150,32 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         check=not args.no_check,
         host=not args.no_host,
-        deadline=None if args.time_limit is None else time.monotonic() + args.time_limit,
+        deadline=None if args.time_limit is None else began + args.time_limit,
     )
     done: list = []
     settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, bool, list))}
 
     def keep(row) -> None:
         done.append(row)
-        if args.json:
+        if args.json:  # whole at any moment, also when this process is killed
             document = {"machine": facts, "settings": settings, "stopped": runner.stopped, "rows": as_json(done)}
-            with open(args.json, "w", encoding="utf-8") as file:
+            with open(f"{args.json}.part", "w", encoding="utf-8") as file:
                 json.dump(document, file, indent=1)
+            os.replace(f"{args.json}.part", args.json)
 
-    for table in tables:
-        if not runner.stopped:
-            runner.run(table, chosen[table], keep)
+    before = _interrupt_on_sigterm()
+    try:
+        if args.warm_up > 0:
+            first_calls.run(
+                contenders, chosen, device, processes=args.warm_up, limit=args.warm_up_limit,
+                page_size=args.page_size, seed=args.seed, say=runner.say,
+            )  # fmt: skip
+        for table in tables:
+            if not runner.stopped:
+                runner.run(table, chosen[table], keep)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     shown = contenders + _add_recorded(done, earlier, {c.name for c in contenders})
     _print(done, shown, facts, args.verbose)
     if runner.stopped:
@@ -163,7 +188,30 @@ def run(args: argparse.Namespace) -> int:
             print(f"\nplot: {args.plot}", file=sys.stderr)
         except ValueError as error:
             print(f"bench: {error}", file=sys.stderr)
+    if runner.stopped.startswith("interrupted"):
+        return 130
     return 1 if _any_wrong(done, contenders) else 0
+
+
+def _interrupt_on_sigterm():
+    """SIGTERM, which `timeout` sends, ends a run as Ctrl-C does: with what it has. Returns what to put back."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    return signal.signal(signal.SIGTERM, interrupt)
+
+
+def _first_calls(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..bench import first_calls
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    task = first_calls.decode(args.first_calls)
+    return 1 if first_calls.make(task, device, args.page_size, args.seed, print) else 0
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -176,8 +224,15 @@ def _replay(args: argparse.Namespace) -> int:
         with open(args.source, encoding="utf-8") as file:
             document = json.load(file)
         done, facts = from_json(document["rows"]), document["machine"]
+        if args.plot:
+            from ..bench.plot import pyplot
+
+            pyplot()
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"bench: {args.source} is no file of this command: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     names = list(dict.fromkeys(name for row in done for name in row.results))
     shown = [PEERS.get(name) or Contender(name, True) for name in names]

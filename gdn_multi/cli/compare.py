@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ EPILOG = """\
 examples
   python -m gdn_multi compare                                  the standard calls on every usable backend
   python -m gdn_multi compare --calls plain,paged --plot compare.png
+  python -m gdn_multi compare --from out.json --plot compare.png      of a run elsewhere with --json out.json
   GDN_MULTI_SAVE=calls python serve.py                         saves failing calls (GDN_MULTI_SAVE_WHICH=all: every one)
   python -m gdn_multi compare calls/*.safetensors              repeats them; send such a file to report a wrong answer
 
@@ -35,11 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-time", action="store_true", help="compare answers only")
     add("--budget", type=float, default=0.1, metavar="S", help="seconds of timing a call and backend (default 0.1)")
     add("--pages", action="store_true", help="list the error of every state and page, not only the worst")
-    add("--json", metavar="FILE", help="write everything, every page included")
+    add("--from", dest="source", metavar="FILE", help="run nothing: tables and plot of a file written by --json")
+    add("--json", metavar="FILE", help="write everything, every page included, after every call")
     add("--plot", metavar="FILE", help="write a PNG (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.source:
+        return _replay(args)
     import torch
 
     from ..bench import report
@@ -98,9 +103,36 @@ def run(args: argparse.Namespace) -> int:
             return 1
         results.append(result)
         _print(result, args.pages)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": facts, "calls": [asdict(result) for result in results]}, file, indent=1)
+        if args.json:  # whole at any moment, also when this process is killed
+            with open(f"{args.json}.part", "w", encoding="utf-8") as file:
+                json.dump({"machine": facts, "calls": [asdict(result) for result in results]}, file, indent=1)
+            os.replace(f"{args.json}.part", args.json)
+    if args.plot:
+        _plot(args.plot, results, facts)
+    return 1 if any(result.is_wrong for result in results) else 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Tables and plot of a run that was written to a file."""
+    from ..bench.comparison import from_json
+
+    try:
+        with open(args.source, encoding="utf-8") as file:
+            document = json.load(file)
+        results, facts = from_json(document["calls"]), document["machine"]
+        print(f"{facts['device']}\n")
+        if args.plot:
+            from ..bench.plot import pyplot
+
+            pyplot()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        print(f"compare: {args.source} is no file of this command: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    for result in results:
+        _print(result, args.pages)
     if args.plot:
         _plot(args.plot, results, facts)
     return 1 if any(result.is_wrong for result in results) else 0

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
+import sys
+import time
 
 import pytest
 import torch
 
 from gdn_multi import reference
-from gdn_multi.bench import inputs, ours, peers, report, rows, runner, truth
+from gdn_multi.bench import first_calls, inputs, ours, peers, report, rows, runner, truth
 from gdn_multi.bench.calls import Call, Contender, Unavailable
 from gdn_multi.bench.timing import Timer
 from gdn_multi.cli import bench
@@ -262,6 +266,138 @@ def test_time_limit_stops_between_rows(capsys):
     assert code == 0 and "Stopped early" in capsys.readouterr().out
 
 
+def test_time_limit_stops_between_contenders():
+    contenders = [Contender("first", True, make_call), Contender("second", True, make_call)]
+    runs = runner.Runner(CPU, Timer(CPU, 0.001), contenders, page_size=64, say=lambda text: None)
+    whole = runs._first_run
+
+    def late(call, measured):
+        whole(call, measured)
+        runs.deadline = time.monotonic() - 1
+
+    runs._first_run = late
+    seen = []
+    runs.run("prefill", rows.select("prefill", ["1/2:70x1", "1/2:71x1"]), seen.append)
+    assert [(row.row, list(row.results)) for row in seen] == [("1/2:70x1", ["first"])]
+    assert seen[0].results["first"].ms > 0 and "before second" in runs.stopped
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch, capsys):
+    """SIGTERM in the second row, as `timeout` sends it: both rows are in the file, the tables are printed."""
+    path, whole = tmp_path / "out.json", runner.Runner._time
+
+    def killed(self, call, measured):
+        whole(self, call, measured)
+        if json_rows(path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)  # the handler interrupts it
+
+    def json_rows(path):
+        return json.loads(path.read_text())["rows"] if path.exists() else []
+
+    monkeypatch.setattr(runner.Runner, "_time", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    code = command(
+        "--tables", "prefill", "--rows", "1/2:70x1", "--rows", "1/2:71x1", "--rows", "1/2:72x1", "--ours", "torch",
+        "--variants", "plain", "--device", "cpu", "--budget", "0.001", "--json", str(path),
+    )  # fmt: skip
+    assert code == 130 and signal.getsignal(signal.SIGTERM) is before
+    document = json.loads(path.read_text())
+    assert [row["row"] for row in document["rows"]] == ["1/2:70x1", "1/2:71x1"]
+    assert "interrupted" in document["stopped"] and document["rows"][1]["results"]["torch"]["ms"] > 0
+    assert "interrupted in prefill row 1/2:71x1" in capsys.readouterr().out
+
+
+# --- first calls -----------------------------------------------------------------------------------------------------
+
+
+def planned(names, processes=16):
+    chosen = {table: list(rows.TABLES[table]) for table in ("prefill", "decode")}
+    contenders = ours.contenders(["cuda", "triton"], ["plain", "model"]) + peers.contenders(names, ["2/8:8192x1"])
+    return first_calls.plan(contenders, chosen, processes)
+
+
+def test_every_first_call_is_planned_once():
+    tasks, here = planned(["flashinfer", "flash_qla", "fla", "cudnn-frontend"])
+    made = {}
+    for task in tasks + here:
+        for name in task.contenders:
+            for row in task.rows:
+                made.setdefault((name, task.table), []).append((row, task.share))
+    assert sorted(made["flash_qla", "prefill"]) == sorted((r.name, (0, 1)) for r in rows.TABLES["prefill"])
+    assert made["cudnn-frontend", "prefill"] == [("2/8:8192x1", (0, 1))]
+    assert len(made["triton", "decode"]) == 14 and ("triton:model", "decode") not in made
+    # FLA: a row for each pair of head counts, each configuration tried by exactly one process
+    shares = {}
+    for row, share in made["fla", "prefill"]:
+        shares.setdefault(row.split(":")[0], []).append(share)
+    assert shares == {heads: [(0, 2), (1, 2)] for heads in ("2/8", "4/16", "8/32", "16/64")}
+    # what keeps nothing on disk is called in the process that times
+    assert {name for task in here for name in task.contenders} == {"flashinfer", "cuda", "cuda:model"}
+    assert not any(name.startswith(("flashinfer", "cuda")) for task in tasks for name in task.contenders)
+
+
+def test_a_task_survives_its_way_to_another_process():
+    for task in planned(["default"])[0]:
+        assert first_calls.decode(first_calls.encode(task)) == task
+
+
+def test_shares_try_every_configuration_and_choose_nothing():
+    autotuner = pytest.importorskip("triton.runtime.autotuner", reason="needs triton")
+    whole = autotuner.Autotuner.prune_configs
+    kernel = autotuner.Autotuner.__new__(autotuner.Autotuner)
+    kernel.configs, kernel.early_config_prune, kernel.perf_model, kernel.cache = list("abcde"), None, None, {}
+    tried = []
+    for i in range(3):
+        with first_calls.share_of_configurations(i, 3):
+            tried.append(kernel.prune_configs({}))
+            kernel.cache["key"] = tried[-1][0]
+        assert kernel.cache == {}
+    assert tried == [["a", "d"], ["b", "e"], ["c"]]
+    kernel.configs = ["a"]
+    with first_calls.share_of_configurations(2, 3):
+        assert kernel.prune_configs({}) == ["a"]
+    assert autotuner.Autotuner.prune_configs is whole
+
+
+def test_first_calls_go_on_after_a_failure(monkeypatch):
+    said = []
+    monkeypatch.setattr(first_calls, "contender_named", {
+        "broken": Contender("broken", False, lambda i: make_call(i, fails=True)),
+        "good": Contender("good", True, make_call),
+    }.get)  # fmt: skip
+    task = first_calls.Task("prefill", ("broken", "good"), ("1/2:70x1",))
+    assert first_calls.make(task, CPU, 64, 0, said.append) == 1
+    assert "no kernel for this" in "\n".join(said)
+
+
+def test_first_calls_in_other_processes():
+    said = []
+    tasks = [first_calls.Task("prefill", (name,), ("1/2:70x1",)) for name in ("torch", "nonsense", "cuda")]
+    command_line = [sys.executable, "-m", "gdn_multi", "bench", "--device", "cpu", "--page-size", "64", "--first-calls"]
+    pool = first_calls.Pool(tasks, 2, command_line, said.append, limit=120)
+    assert pool.join() == 0  # refused is not failed
+    assert len([line for line in said if ": prefill 1/2:70x1: " in line]) == 3
+
+
+def test_first_calls_end_when_time_is_up():
+    said = []
+    task = first_calls.Task("prefill", ("torch",), ("1/2:70x1",))
+    started = time.monotonic()
+    pool = first_calls.Pool([task] * 3, 2, [sys.executable, "-c", "import time; time.sleep(60)"], said.append, limit=0.3)
+    assert pool.join() == 3 and time.monotonic() - started < 20
+    assert "time is up" in "\n".join(said)
+
+
+def test_warm_up_of_the_command(capsys):
+    code = command(
+        "--rows", "1/2:70x1", "--rows", "1/2:B=3", "--ours", "torch", "--variants", "plain", "--device", "cpu",
+        "--budget", "0.001", "--page-size", "64", "--warm-up", "2",
+    )  # fmt: skip
+    err = capsys.readouterr().err
+    assert code == 0 and err.index("first calls: ") < err.index("prefill 1/1") and "failed" not in err
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -317,8 +453,6 @@ def test_plot(tmp_path):
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys):
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command("--device", "cpu", "--plot", "x.png") == 2
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -409,3 +409,49 @@ def test_nothing_compared_is_not_a_success(capsys):
     assert "nothing was compared" in capsys.readouterr().err
     assert run_command("--device", "gpu") == 2
     assert "--device gpu" in capsys.readouterr().err
+
+
+def test_tables_from_a_file(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert run_command("--calls", "plain,decode", "--backends", "torch", "--device", "cpu", "--json", path) == 0
+    text = capsys.readouterr().out
+    assert run_command("--from", path) == 0
+    assert capsys.readouterr().out == text
+    document = json.loads(path.read_text())
+    document["calls"][0]["outcomes"]["torch"]["wrong"] = ["page 3"]
+    path.write_text(json.dumps(document))
+    assert run_command("--from", path) == 1
+    assert "WRONG: page 3" in capsys.readouterr().out
+
+
+def test_plot_from_a_file(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    path, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    assert run_command("--calls", "plain,decode", "--backends", "torch", "--device", "cpu", "--json", path) == 0
+    assert run_command("--from", path, "--plot", plot) == 0
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"machine": {}, "calls": []}', '{"machine": 3, "calls": [{}]}'])
+def test_other_files_are_no_run(tmp_path, capsys, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert run_command("--from", path) == 2
+    assert "no file of this command" in capsys.readouterr().err
+
+
+def test_the_file_is_written_after_every_call(tmp_path, monkeypatch):
+    from gdn_multi.bench import comparison
+
+    whole = comparison.compare
+
+    def fails_later(name, *arguments):
+        if name == "decode":
+            raise RuntimeError("the GPU is lost")
+        return whole(name, *arguments)
+
+    monkeypatch.setattr(comparison, "compare", fails_later)
+    path = tmp_path / "out.json"
+    arguments = ("--calls", "plain,decode", "--backends", "torch", "--device", "cpu", "--no-time", "--json", path)
+    assert run_command(*arguments) == 1
+    assert [call["name"] for call in json.loads(path.read_text())["calls"]] == ["plain"]
