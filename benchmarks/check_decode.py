@@ -1,12 +1,14 @@
 """Decode on an H200 in one go: every plan of csrc/decode/sm90_decode.cu checked and timed beside decode.cu.
 
     python benchmarks/check_decode.py [--build FOLDER] [--build-only] [--only check,times] [--plans 0,1,5]
-                                      [--stores] [--rows bf16:16/64] [--pages]
+                                      [--stores] [--rows bf16:16/64] [--pages] [--large]
 
 Builds a small library (no prefill) in which the plan can be chosen; --build-only makes it on a machine without a GPU,
 and --build finds it again. Checks: against gdn_multi.reference with poisoned outputs and unused rows; every plan's bits
 are decode.cu's, whatever the batch. Times: median us and TB/s of state read and written, CUDA graphs, L2 flushed before
 each replay, FlashInfer's figure beside. Plan 0 is what sm90_heuristics.h chooses, -1 is decode.cu.
+
+With --large "times" is one table in TB/s of the large calls: a line a plan, and beside them the Triton backend, a copy between two buffers and an elementwise kernel in place, of as many bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import torch  # noqa: E402
 from gdn_multi.backends.cuda import build  # noqa: E402
 
+import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
 from gdn_multi.layout import csrc_dir  # noqa: E402
 
@@ -45,6 +48,14 @@ TABLE = (
     (BF16, 16, 32, 8, 11.7), (BF16, 16, 32, 32, 25.6), (BF16, 16, 32, 128, 80.0),
     (BF16, 16, 64, 1, 7.8), (BF16, 16, 64, 32, 44.1), (BF16, 16, 64, 128, None), (BF16, 16, 64, 256, 292.6),
 )  # fmt: skip
+
+
+#: The rows of --large: state, heads of q and v, batch.
+LARGE_ROWS = (
+    (F32, 16, 64, 32), (F32, 16, 64, 128), (F32, 16, 64, 256), (BF16, 16, 64, 32), (BF16, 16, 64, 128), (BF16, 16, 64, 256),
+    (BF16, 16, 32, 128), (BF16, 2, 8, 256),
+)  # fmt: skip
+HOW = {1: "late", 2: "cached", 4: "sequences first"}
 
 
 # --- the library ---------------------------------------------------------------------------------
@@ -125,11 +136,13 @@ class Decode:
     def describe(self, variant):
         if variant < 1:
             return "decode.cu" if variant else "heuristics"
-        values = (ctypes.c_int * 4)()
+        values = (ctypes.c_int * 5)()
         self.functions.gdn_describe_decode_plan(variant % 100, values)
-        tile, wide, warps, streaming = values
+        tile, wide, warps, streaming, how = values
         streaming = variant >= 200 if variant >= 100 else streaming
-        return f"{tile >> 10}K{' wide' if wide else ''} w{warps}{' streaming' if streaming else ''}"
+        words = [f"{tile >> 10}K{' wide' if wide else ''} w{warps}{' streaming' if streaming else ''}"]
+        words += [word for bit, word in HOW.items() if how & bit]
+        return ", ".join(words)
 
 
 # --- calls ---------------------------------------------------------------------------------------
@@ -338,6 +351,33 @@ def times(decode, variants, rows):
         time_row(decode, variants, *row)
 
 
+def times_of_large(decode, variants, pattern):
+    """A line a kernel and a column a call, TB/s of state read and written."""
+    rows = [row for row in LARGE_ROWS if not pattern or re.search(pattern, f"{SHORT[row[0]]}:{row[1]}/{row[2]}:{row[3]}")]
+    names = ["copy", "in place", "triton", *(f"[{v}] {decode.describe(v)}" for v in variants)]
+    columns = []
+    for state, H, HV, B in rows:
+        x = Call(B, H, HV, 128, 128, BF16, state, poison=False)
+        copy_from, copy_to = x.pool[:B], x.pool[B : 2 * B]
+
+        def triton(x=x):
+            gdn_multi.gated_delta_rule_decode_pretranspose(
+                x.q, x.k, x.v, None, x.A_log, x.a, x.dt_bias, x.b, output=x.output, initial_state=x.pool,
+                initial_state_indices=x.rows[0], backend="triton",
+            )  # fmt: skip
+
+        calls = [lambda a=copy_from, b=copy_to: b.copy_(a), copy_from.neg_, triton]
+        got = medians(calls + [lambda v=v, x=x: decode(v, x) for v in variants], 25)
+        moved = 2 * B * HV * 128 * 128 * x.pool.element_size()
+        columns.append([moved / us * 1e-6 for us in got])
+        del x, copy_from, copy_to, calls
+    print(f"{'TB/s; * within 0.5% of the best plan':44}" + "".join(f"{SHORT[s]:>5} {h}/{hv}" for s, h, hv, _ in rows))
+    print(f"{'sequences':44}" + "".join(f"{b:>11}" for *_, b in rows))
+    for i, name in enumerate(names):
+        cells = [f"{c[i]:10.3f}" + ("*" if i > 2 and c[i] >= 0.995 * max(c[3:]) else " ") for c in columns]
+        print(f"{name:44}" + "".join(cells), flush=True)
+
+
 def time_row_of_pages(decode, state, H, HV, B, _):
     x = Call(B, H, HV, 128, 128, BF16, state, rows="given", poison=False)
     y = Call(B, H, HV, 128, 128, BF16, state, rows="pages", poison=False)
@@ -365,6 +405,7 @@ def main() -> int:
     parser.add_argument("--stores", action="store_true", help="each plan with plain and with streaming stores")
     parser.add_argument("--rows", help="a regular expression on state:heads:batch")
     parser.add_argument("--pages", action="store_true", help="time page tables beside slots")
+    parser.add_argument("--large", action="store_true", help="the large calls alone, in TB/s")
     args = parser.parse_args()
     arch = args.arch or ("sm_90a" if args.build_only else build.ARCHITECTURES[torch.cuda.get_device_capability(0)])
     path = build_library(args.build, arch)
@@ -380,7 +421,7 @@ def main() -> int:
             check(decode, [p for p in plans if p > 0])
         elif step == "times":
             variants = [v for p in plans for v in ([p + 100, p + 200] if args.stores and p > 0 else [p])]
-            times(decode, [PORTABLE, *variants], args.rows)
+            (times_of_large if args.large else times)(decode, [PORTABLE, *variants], args.rows)
             if args.pages:
                 times_of_pages(decode, args.rows)
         torch.cuda.synchronize()

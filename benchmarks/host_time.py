@@ -1,10 +1,12 @@
-"""Host time of a call: 200 calls without a synchronization, the median of several rounds.
+"""Host time of a call: 200 calls without a synchronization, the median and the least of several rounds.
 
-    python benchmarks/host_time.py [--backends cuda,triton]
+    python benchmarks/host_time.py [--backends cuda,triton] [--steps]
 
 Needs a CUDA device. Decode: one sequence, 2/8 heads, bfloat16, float32 state; paged with slots given, paged with the
 page table, and a pool with rows. Prefill: one sequence of 64 tokens, plain and paged. The queue is empty at each start
-and the calls are short, so that the host, not the device, is what is measured; front end included.
+and the calls are short, so that the host, not the device, is what is measured; front end included. The least is what
+a call takes while nothing else wants the processor. Decode calls are written out as an engine writes them: putting
+keywords together from dictionaries takes longer than some of the checks. --steps adds what parts of the first call take.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import chain
 
 import torch
 
 import gdn_multi
+from gdn_multi import dispatch, env
 
 
-def microseconds(call, calls: int = 200, rounds: int = 15) -> float:
+def microseconds(call, calls: int = 200, rounds: int = 25) -> tuple[float, float]:
     for _ in range(20):
         call()
     times = []
@@ -29,28 +33,49 @@ def microseconds(call, calls: int = 200, rounds: int = 15) -> float:
             call()
         times.append((time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return statistics.median(times), min(times)
 
 
 def ints(values):
     return torch.tensor(list(values), dtype=torch.int32, device="cuda")
 
 
-def decode_calls(backend: str, B: int, hq: int, hv: int, dtype=torch.bfloat16):
+def decode_calls(backend: str, B: int, hq: int, hv: int, steps: bool, dtype=torch.bfloat16):
     q, k = (torch.randn(B, 1, hq, 128, device="cuda").to(dtype) for _ in range(2))
     v = torch.randn(B, 1, hv, 128, device="cuda").to(dtype)
     a, b = (torch.randn(B, 1, hv, device="cuda").to(dtype) for _ in range(2))
     A_log, dt_bias = torch.zeros(hv, device="cuda"), torch.zeros(hv, device="cuda")
     pool = torch.zeros(B, hv, 128, 128, device="cuda")
-    table = dict(page_indices=ints(range(B)), page_indptr=ints(range(B + 1)), last_page_len=ints([2] * B))
-    slots = gdn_multi.gdn_paged_decode_slots(**table)
-    tokens = dict(q=q, k=k, v=v, A_log=A_log, a=a, dt_bias=dt_bias, b=b, backend=backend)
-    paged = gdn_multi.gated_delta_rule_decode_paged
-    yield "paged decode, slots given", lambda: paged(**tokens, state_pool=pool, **table, slots=slots)
-    yield "paged decode, page table", lambda: paged(**tokens, state_pool=pool, **table)
-    yield "decode, pool and rows", lambda: gdn_multi.gated_delta_rule_decode_pretranspose(
-        **tokens, state=None, initial_state=pool, initial_state_indices=slots[0], output_state_indices=slots[1]
-    )
+    indices, indptr, last = ints(range(B)), ints(range(B + 1)), ints([2] * B)
+    slots = gdn_multi.gdn_paged_decode_slots(indices, indptr, last)
+    read, write = slots
+    paged, unpaged = gdn_multi.gated_delta_rule_decode_paged, gdn_multi.gated_delta_rule_decode_pretranspose
+    yield "paged decode, slots given", lambda: paged(
+        q, k, v, A_log, a, dt_bias, b, state_pool=pool, page_indices=indices, page_indptr=indptr, last_page_len=last,
+        slots=slots, backend=backend,
+    )  # fmt: skip
+    if steps:  # out of the short way in gdn_multi/dispatch.py, whose newest record is that of the call above
+        ((record, *_),) = dispatch._express["gated_delta_rule_decode_paged"].values()
+        *_, allocate, again, _ = record
+        output, options = allocate(), (None, True, None, backend)
+        tensors = (q, k, v, A_log, a, dt_bias, b, pool, read, write, None, None, None, None)
+        yield "  of it the short way", lambda: dispatch.express_decode(record[-1].function, options, None, tensors)
+        yield "  comparison and launch", lambda: again(*tensors, output)
+        yield "  comparison alone", lambda: again(*tensors, pool)
+        yield "  output", allocate
+        yield "  (by torch.empty_like)", lambda: torch.empty_like(v)
+        yield "  environment", env.deciding
+        yield "  sign of a tensor", A_log.is_neg
+        yield "  shape of a tensor", lambda: v.shape
+        yield "  nothing", lambda: None
+    yield "paged decode, page table", lambda: paged(
+        q, k, v, A_log, a, dt_bias, b, state_pool=pool, page_indices=indices, page_indptr=indptr, last_page_len=last,
+        backend=backend,
+    )  # fmt: skip
+    yield "decode, pool and rows", lambda: unpaged(
+        q, k, v, None, A_log, a, dt_bias, b, initial_state=pool, initial_state_indices=read, output_state_indices=write,
+        backend=backend,
+    )  # fmt: skip
 
 
 def prefill_calls(backend: str, T: int = 64, hq: int = 4, hv: int = 16, dtype=torch.bfloat16):
@@ -68,12 +93,14 @@ def prefill_calls(backend: str, T: int = 64, hq: int = 4, hv: int = 16, dtype=to
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", default="cuda,triton")
+    parser.add_argument("--steps", action="store_true", help="what parts of the first call take, too")
     args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}; us of host time a call")
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}; us of host time a call, median and least")
     with torch.no_grad():
         for backend in args.backends.split(","):
-            for name, call in (*decode_calls(backend, 1, 2, 8), *prefill_calls(backend)):
-                print(f"{backend:<8} {name:<28} {microseconds(call):6.1f}", flush=True)
+            for name, call in chain(decode_calls(backend, 1, 2, 8, args.steps), prefill_calls(backend)):
+                median, least = microseconds(call)
+                print(f"{backend:<8} {name:<28} {median:6.2f} {least:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """Every kernel of csrc/ on shapes small enough for compute-sanitizer, each result held against gdn_multi.reference.
 
-    for tool in memcheck racecheck synccheck; do
+    for tool in memcheck synccheck; do
         compute-sanitizer --tool $tool --error-exitcode 9 python benchmarks/sanitize.py || break
     done                                   # [--only decode,slots,portable,sm90]
+    python benchmarks/sanitize.py --each-lane --build-only
+    compute-sanitizer --tool racecheck --num-cuda-barriers 32 --error-exitcode 9 python benchmarks/sanitize.py --each-lane
 
 Torch's caching allocator carves tensors out of larger blocks, where an access beyond a tensor's end stays inside the
 block and is no error for memcheck: PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own. It has
 to be set before torch is imported, and this script sets it. The library is the one built for use, not a debug build,
-so build it before (python -m gdn_multi build): a compiler under the sanitizer is slow.
+so build it before (python -m gdn_multi build): a compiler under the sanitizer is slow. --each-lane takes another one, in which
+every lane arrives at the barriers of the Hopper prefill for itself, because racecheck does not see that what a warp did
+before __syncwarp comes before one of its lanes' arrival.
 
 Every output and every state row that a call must not read is NaN beforehand, and rows that must not change are
 compared to the bit. The reference runs on the CPU, where the sanitizer does not slow it down. --device cpu runs the
@@ -27,6 +31,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import check_cuda  # noqa: E402
 import torch  # noqa: E402
 from check_cuda import BF16, F16, F32, SHORT, expect, nan, relative, same_bits  # noqa: E402
+from gdn_multi.backends.cuda import build  # noqa: E402
 from gdn_multi.backends.cuda.prefill_heuristics import PORTABLE, Path  # noqa: E402
 
 from gdn_multi import reference  # noqa: E402
@@ -290,7 +295,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help="groups, by commas (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--each-lane", action="store_true", help="for racecheck: every lane arrives at barriers for itself")
+    parser.add_argument("--build-only", action="store_true")
     args = parser.parse_args()
+    if args.each_lane:
+        build._FLAGS = (*build._FLAGS, "-DGDN_SM90_EACH_LANE")
     if args.device == "cpu":
         from gdn_multi.backends.torch import TorchBackend
 
@@ -309,6 +318,8 @@ def main() -> int:
         start = time.perf_counter()
         backend._library(check_cuda.DEVICE)
         print(f"library loaded in {time.perf_counter() - start:.1f} s", flush=True)
+    if args.build_only:
+        return 0
     failures = 0
     print(f"{'group':10} {'calls':>5} {'failed':>6} {'seconds':>8}")
     for name in args.only.split(","):

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 
 #include "common/params.h"
 
@@ -235,11 +236,11 @@ DecodeParams decode_params(const Call& call, TensorView q, TensorView k, TensorV
   return p;
 }
 
-void run_decode(const Call& call, const DecodeParams& p) {
+void run_decode(const Call& call, const DecodeParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.tokens == 0) return;
   guarded([&] {
     const DeviceGuard guard(call.device.device_id);
-    launch_decode(p, call.stream());
+    launch_decode(p, stream);
   });
 }
 
@@ -247,8 +248,18 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorVi
             TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
             MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale, bool l2norm, bool update_state) {
   const Call call(q, "q");
-  run_decode(call, decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
-                                 page_indptr, last_page_len, output, scale, l2norm, update_state));
+  const DecodeParams p = decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                       page_indptr, last_page_len, output, scale, l2norm, update_state);
+  run_decode(call, p, call.stream());
+}
+
+// --- decode calls like an accepted one -----------------------------------------------------------------------------------
+
+uintptr_t address_of(const DLTensor& x) { return reinterpret_cast<uintptr_t>(x.data) + x.byte_offset; }
+
+DLTensor record_of(const TensorView& x) {
+  return {x.data_ptr(), x.device(), x.ndim(), x.dtype(), const_cast<int64_t*>(x.shape().data()),
+          const_cast<int64_t*>(x.strides().data()), x.byte_offset()};
 }
 
 // What a later call must share with an accepted one for nothing but addresses to change.
@@ -257,55 +268,146 @@ struct Signature {
   int32_t ndim = 0;
   DLDataType dtype{};
   DLDevice device{};
-  int64_t dims[10] = {};  // sizes, strides
+  int64_t sizes[5] = {}, strides[5] = {};
   uintptr_t misalignment = 0;
 
-  explicit Signature(const MaybeTensor& maybe) {
-    if (!maybe.has_value()) return;
-    const TensorView x = *maybe;
-    given = true, ndim = x.ndim(), dtype = x.dtype(), device = x.device();
-    misalignment = reinterpret_cast<uintptr_t>(data_of(x)) % 16;
-    for (int i = 0; i < ndim && i < 5; i++) dims[i] = x.size(i), dims[5 + i] = x.stride(i);
+  Signature() = default;
+  explicit Signature(const DLTensor& x)
+      : given(true), ndim(x.ndim), dtype(x.dtype), device(x.device), misalignment(address_of(x) % 16) {
+    std::copy_n(x.shape, std::min(ndim, 5), sizes);
+    std::copy_n(x.strides, std::min(ndim, 5), strides);
   }
 
-  bool operator==(const Signature& other) const {
-    return given == other.given && ndim == other.ndim && dtype == other.dtype && device.device_type == other.device.device_type &&
-           device.device_id == other.device.device_id && std::equal(dims, dims + 10, other.dims) && misalignment == other.misalignment;
+  bool fits(const DLTensor& x) const {
+    return given && x.ndim == ndim && x.dtype.code == dtype.code && x.dtype.bits == dtype.bits && x.dtype.lanes == dtype.lanes &&
+           x.device.device_type == device.device_type && x.device.device_id == device.device_id &&
+           address_of(x) % 16 == misalignment && std::equal(sizes, sizes + ndim, x.shape) && same_strides(x);
+  }
+
+ private:
+  // Where there is but one element, a stride may be anything and means nothing.
+  bool same_strides(const DLTensor& x) const {
+    for (int i = 0; i < ndim; i++)
+      if (sizes[i] > 1 && strides[i] != x.strides[i]) return false;
+    return true;
   }
 };
 
+struct AcceptedDecode {
+  static constexpr int kTensors = 15;  // in the order of decode's arguments
+
+  Call call;
+  DecodeParams params;
+  std::array<Signature, kTensors> signatures;
+
+  // The same call with other tensors: tensor i is at `addresses[i]`, 0 where it is not given.
+  DecodeParams with(const std::array<uintptr_t, kTensors>& addresses) const {
+    DecodeParams p = params;
+    const auto at = [&](int i) { return reinterpret_cast<void*>(addresses[i]); };
+    p.q = at(0), p.k = at(1), p.v = at(2), p.A_log = at(3), p.a = at(4), p.dt_bias = at(5), p.b = at(6), p.state.data = at(7);
+    p.read_rows.data = at(8), p.write_rows.data = at(9), p.steps.data = at(10), p.pages.indices.data = at(11);
+    p.pages.indptr.data = at(12), p.pages.last_len.data = at(13), p.output = at(14);
+    return p;
+  }
+};
+
+// What the short way needs of Python, handed over by `read_objects_with`: this library is not linked to one.
+struct Python {
+  const DLPackExchangeAPI* torch = nullptr;
+  void* none = nullptr;
+  void* (*item)(void* tuple, std::ptrdiff_t i) = nullptr;  // PyTuple_GetItem
+  void (*clear_error)() = nullptr;                         // PyErr_Clear
+  void* (*release_lock)() = nullptr;                       // PyEval_SaveThread
+  void (*take_lock)(void*) = nullptr;                      // PyEval_RestoreThread
+} python;
+
+// Whether the functions that decode_again makes may be given the address of a tuple.
+bool read_objects_with(int64_t torch, int64_t none, int64_t item, int64_t clear_error, int64_t release_lock, int64_t take_lock) {
+  const auto* api = reinterpret_cast<const DLPackExchangeAPI*>(torch);
+  if (api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr ||
+      api->current_work_stream == nullptr)
+    return false;
+  python = {api, reinterpret_cast<void*>(none), reinterpret_cast<decltype(Python::item)>(item),
+            reinterpret_cast<decltype(Python::clear_error)>(clear_error),
+            reinterpret_cast<decltype(Python::release_lock)>(release_lock), reinterpret_cast<decltype(Python::take_lock)>(take_lock)};
+  return true;
+}
+
+// Other threads may run Python while this one launches: a launch waits when many are queued.
+struct LockReleased {
+  void* thread = python.release_lock();
+  LockReleased() = default;
+  LockReleased(const LockReleased&) = delete;
+  ~LockReleased() { python.take_lock(thread); }
+};
+
+// Torch fills in a record on the stack. As an argument of its own each tensor, ten to thirteen of them, would cost TVM FFI a
+// counted copy of that record, a tenth of a microsecond or two.
+bool run_again_with_objects(const AcceptedDecode& accepted, void* tuple) {
+  std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
+  for (int i = 0; i < AcceptedDecode::kTensors; i++) {
+    const Signature& wanted = accepted.signatures[i];
+    void* const object = python.item(tuple, i);
+    DLTensor x;
+    if (object == python.none) {
+      if (wanted.given) return false;
+      continue;
+    }
+    if (object == nullptr || python.torch->dltensor_from_py_object_no_sync(object, &x) != 0) {  // no tensor
+      python.clear_error();
+      return false;
+    }
+    if (!wanted.fits(x)) return false;  // nor does it where none was given
+    addresses[i] = std::max<uintptr_t>(address_of(x), alignof(int64_t));  // null says "not given", and a tensor may be empty
+  }
+  const DLDevice device = accepted.call.device;
+  void* stream = nullptr;
+  if (device.device_type != kDLCPU && python.torch->current_work_stream(device.device_type, device.device_id, &stream) != 0) {
+    python.clear_error();
+    return false;
+  }
+  const DecodeParams p = accepted.with(addresses);
+  const LockReleased released;
+  run_decode(accepted.call, p, static_cast<cudaStream_t>(stream));
+  return true;
+}
+
+bool run_again(const AcceptedDecode& accepted, tvm::ffi::PackedArgs tensors) {
+  std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
+  if (tensors.size() != AcceptedDecode::kTensors) return false;
+  for (int i = 0; i < AcceptedDecode::kTensors; i++) {
+    const Signature& wanted = accepted.signatures[i];
+    const auto maybe = tensors[i].try_cast<TensorView>();
+    if (maybe.has_value() != wanted.given || (!wanted.given && tensors[i] != nullptr)) return false;
+    if (!wanted.given) continue;
+    const DLTensor x = record_of(*maybe);
+    if (!wanted.fits(x)) return false;
+    addresses[i] = std::max<uintptr_t>(address_of(x), alignof(int64_t));
+  }
+  run_decode(accepted.call, accepted.with(addresses), accepted.call.stream());
+  return true;
+}
+
 // A function for decode calls like this one: it serves a call whose tensors are of the same kind and returns true, or
-// returns false. The call itself is not run.
+// returns false. It takes the 15 tensors, None for those not given; or the address of a tuple of them, with Python's lock held.
+// The call itself is not run.
 tvm::ffi::Function decode_again(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias,
                                 TensorView b, TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps,
                                 MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output,
                                 double scale, bool l2norm, bool update_state) {
   const Call call(q, "q");
-  const DecodeParams accepted = decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
-                                              page_indptr, last_page_len, output, scale, l2norm, update_state);
-  const std::array<Signature, 15> signatures{
-      Signature(q), Signature(k), Signature(v), Signature(A_log), Signature(a), Signature(dt_bias), Signature(b), Signature(state),
-      Signature(read_rows), Signature(write_rows), Signature(steps), Signature(page_indices), Signature(page_indptr),
-      Signature(last_page_len), Signature(output)};
-  return tvm::ffi::Function::FromTyped(
-      [=](MaybeTensor q, MaybeTensor k, MaybeTensor v, MaybeTensor A_log, MaybeTensor a, MaybeTensor dt_bias, MaybeTensor b,
-          MaybeTensor state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
-          MaybeTensor page_indptr, MaybeTensor last_page_len, MaybeTensor output) -> bool {
-        const MaybeTensor* const tensors[15] = {&q, &k, &v, &A_log, &a, &dt_bias, &b, &state, &read_rows, &write_rows,
-                                                &steps, &page_indices, &page_indptr, &last_page_len, &output};
-        for (int i = 0; i < 15; i++)
-          if (!(Signature(*tensors[i]) == signatures[i])) return false;
-        DecodeParams p = accepted;
-        const auto move = [](auto& pointer, const MaybeTensor& maybe) {
-          if (maybe.has_value()) pointer = data_of(*maybe);
-        };
-        move(p.q, q), move(p.k, k), move(p.v, v), move(p.A_log, A_log), move(p.a, a), move(p.dt_bias, dt_bias), move(p.b, b);
-        move(p.state.data, state), move(p.read_rows.data, read_rows), move(p.write_rows.data, write_rows), move(p.steps.data, steps);
-        move(p.pages.indices.data, page_indices), move(p.pages.indptr.data, page_indptr), move(p.pages.last_len.data, last_page_len);
-        move(p.output, output);
-        run_decode(call, p);
-        return true;
-      });
+  AcceptedDecode accepted{call, decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                              page_indptr, last_page_len, output, scale, l2norm, update_state), {}};
+  const MaybeTensor tensors[] = {q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices, page_indptr,
+                                 last_page_len, output};
+  for (int i = 0; i < AcceptedDecode::kTensors; i++)
+    if (tensors[i].has_value()) accepted.signatures[i] = Signature(record_of(*tensors[i]));
+  return tvm::ffi::Function::FromPacked([accepted](tvm::ffi::PackedArgs args, tvm::ffi::Any* served) {
+    if (args.size() == 1)
+      *served = run_again_with_objects(accepted, reinterpret_cast<void*>(args[0].cast<int64_t>()));
+    else
+      *served = run_again(accepted, args);
+  });
 }
 
 // --- page slots --------------------------------------------------------------------------------------------------------
@@ -449,6 +551,7 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, gdn::decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_again, gdn::decode_again);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_objects_with, gdn::read_objects_with);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_slots, gdn::decode_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_slots, gdn::prefill_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill, gdn::prefill);

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -304,17 +306,27 @@ def serve(build: Callable[..., Request], arguments: dict[str, Any]) -> Request:
 # answers must therefore depend on nothing else (backend.py says so).
 
 _accepted: dict[tuple, tuple[Request, Backend, LastCall]] = {}
-#: The short way of decode calls (Backend.express_decode): the backend itself compares the tensors.
-_express: dict[tuple, tuple] = {}
+#: The short way of decode calls (Backend.express_decode), where the backend itself compares the tensors: by function and shape
+#: of q what may serve such a call, newest first. Its entries are replaced, never changed: other threads may be reading one.
+_express: dict[str, dict[torch.Size, tuple[tuple, ...]]] = {
+    "gated_delta_rule_decode_paged": {},
+    "gated_delta_rule_decode_pretranspose": {},
+}
 #: The scalars of the decode functions, in the order in which ``express_decode`` takes them.
 DECODE_OPTIONS = ("scale", "use_qk_l2norm", "disable_state_update", "backend")
 _MOST_ACCEPTED = 4096
+_MOST_EXPRESS = 4  # of one function and shape of q: with slots and without, layers of two dtypes
+
+#: _empty_strided_cuda and others: torch.empty_strided on the current device of a kind, without keywords to be parsed and
+#: without the dispatcher. Used where this torch has them.
+_allocators = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 def forget_accepted() -> None:
     """Decide anew for every call from now on; called when backends come or go."""
     _accepted.clear()
-    _express.clear()
+    for known in _express.values():
+        known.clear()
 
 
 registry.on_change = forget_accepted
@@ -358,48 +370,80 @@ def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, op
     if isinstance(request, DecodeRequest):
         again_from_tensors = backend.express_decode(request)
         if again_from_tensors is not None:
-            express_key = _express_key(request.function, request.q, options)
-            # An output like v is quicker to allocate; the backend sees to it that v is laid out as it is here.
-            like_v = request.v.shape == request.output.shape and request.v.is_contiguous()
-            output = None if like_v else (request.output.shape, request.q.dtype, request.device)
-            _express[express_key] = (again_from_tensors, last, output)
+            inputs = (request.q, request.k, request.v, request.A_log, request.a, request.dt_bias, request.b)
+            # Views whose sign is pending come from complex tensors, and there is no bfloat16 of those.
+            signed = tuple([i for i, tensor in enumerate(inputs) if tensor.dtype != torch.bfloat16])
+            known = _express[request.function]
+            record = (*options, env.deciding(), signed, _allocation(request), again_from_tensors, last)
+            known[request.q.shape] = (record, *known.get(request.q.shape, ())[: _MOST_EXPRESS - 1])
 
 
-def _express_key(function: str, q: torch.Tensor, options: tuple) -> tuple:
-    return (function, q.shape, options, tuple(map(type, options)), env.deciding())
+def _allocation(request: DecodeRequest) -> Callable[[], torch.Tensor]:
+    """Makes outputs like the request's, as quickly as can be."""
+    output = request.output
+    shape, strides, dtype, device = tuple(output.shape), _dense(output.shape), output.dtype, output.device
+    quick = getattr(_allocators, f"_empty_strided_{device.type}", None)
+    if quick is not None:
+        try:
+            made = quick(shape, strides, dtype)
+            if (made.shape, made.stride(), made.dtype, made.device.type) == (output.shape, strides, dtype, device.type):
+                return partial(quick, shape, strides, dtype)
+        except (TypeError, RuntimeError):  # this torch's takes other arguments
+            pass
+    return partial(torch.empty, shape, dtype=dtype, device=device)
 
 
-def express_decode(function: str, options: tuple, output: torch.Tensor | None, *tensors) -> torch.Tensor | None:
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def _alike(options: tuple, wanted: tuple) -> bool:
+    return options == wanted and all(map(operator.is_, map(type, options), map(type, wanted)))
+
+
+def express_decode(function: str, options: tuple, output: torch.Tensor | None, tensors: tuple) -> torch.Tensor | None:
     """The output of a decode call that its backend can serve from its tensors alone, or None: the ordinary way.
 
     ``tensors`` are those of ``Backend.express_decode`` but for the output; ``options`` as DECODE_OPTIONS names them.
+    What costs time here are looks at tensors, 0.1 to 0.2 us each, so that there are as few as the checks allow.
     """
     try:
-        known = _express.get(_express_key(function, tensors[0], options))
-        if known is None:
+        records = _express[function].get(tensors[0].shape)
+        if records is None:
             return None
-        again_from_tensors, last, allocation = known
-        for tensor in tensors[:7]:  # inputs of the moment; a view whose sign is pending is the checks' business
-            if tensor.is_neg():
-                return None
-        if torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor is not None and tensor.requires_grad:
+        scale, norm, freeze, backend = options
+        settings = env.deciding()
+        with_grad = torch.is_grad_enabled()
+        for scale1, norm1, freeze1, backend1, settings1, signed, allocate, again_from_tensors, last in records:
+            if settings != settings1:
+                continue
+            if not (scale is scale1 and norm is norm1 and freeze is freeze1 and backend is backend1):
+                if not _alike(options, (scale1, norm1, freeze1, backend1)):
+                    continue
+            for i in signed:
+                if tensors[i].is_neg():
                     return None
-        if output is None:
-            if allocation is None:
-                output = torch.empty_like(tensors[2])
-            else:
-                shape, dtype, device = allocation
-                output = torch.empty(shape, dtype=dtype, device=device)
-        if not again_from_tensors(*tensors, output):
-            return None
+            if with_grad:
+                for tensor in tensors:
+                    if tensor is not None and tensor.requires_grad:
+                        return None
+            out = allocate() if output is None else output
+            if not again_from_tensors(*tensors, out):
+                if output is not None or out.device == tensors[2].device:
+                    continue
+                out = torch.empty(out.shape, dtype=out.dtype, device=tensors[2].device)  # of a device that is not current
+                if not again_from_tensors(*tensors, out):
+                    continue
+            _thread.last = last
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s served by %s (as an earlier call like it)", last.function, last.backend)
+            return out
     except (AttributeError, TypeError):  # an argument of a wrong type: the checks will name it
-        return None
-    _thread.last = last
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s served by %s (as an earlier call like it)", last.function, last.backend)
-    return output
+        pass
+    return None
 
 
 def _without_data(request: Request) -> Request:

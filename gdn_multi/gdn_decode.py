@@ -71,8 +71,7 @@ def gated_delta_rule_decode_pretranspose(
         write = initial_state_indices if output_state_indices is None else output_state_indices
         express = express_decode(
             "gated_delta_rule_decode_pretranspose", (scale, use_qk_l2norm, disable_state_update, backend), output,
-            q, k, v, A_log, a, dt_bias, b, pool, initial_state_indices, write, intermediate_states_buffer, None, None,
-            None,
+            (q, k, v, A_log, a, dt_bias, b, pool, initial_state_indices, write, intermediate_states_buffer, None, None, None),
         )  # fmt: skip
         if express is not None:
             return express, pool

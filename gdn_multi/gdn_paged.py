@@ -157,18 +157,17 @@ def gated_delta_rule_decode_paged(
     Every sequence holds at least one token before the decoded one, so one that opens a page owns at least two. To pad
     a batch, give each padded sequence a scratch page of its own and ``last_page_len >= 2``.
     """
+    express = None
     if slots is None:
         express = express_decode(
-            "gated_delta_rule_decode_paged", (scale, use_qk_l2norm, None, backend), output, q, k, v, A_log, a, dt_bias,
-            b, state_pool, None, None, None, page_indices, page_indptr, last_page_len,
+            "gated_delta_rule_decode_paged", (scale, use_qk_l2norm, None, backend), output,
+            (q, k, v, A_log, a, dt_bias, b, state_pool, None, None, None, page_indices, page_indptr, last_page_len),
         )  # fmt: skip
     elif type(slots) is GDNPagedDecodeSlots:
         express = express_decode(
-            "gated_delta_rule_decode_paged", (scale, use_qk_l2norm, None, backend), output, q, k, v, A_log, a, dt_bias,
-            b, state_pool, slots[0], slots[1], None, None, None, None,
+            "gated_delta_rule_decode_paged", (scale, use_qk_l2norm, None, backend), output,
+            (q, k, v, A_log, a, dt_bias, b, state_pool, slots[0], slots[1], None, None, None, None),
         )  # fmt: skip
-    else:
-        express = None
     if express is not None:
         return express
     del express

@@ -6,9 +6,11 @@ side. Which architecture's library serves a device is looked up once.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ class Library(NamedTuple):
     decode_slots: Any
     prefill: Any
     prefill_slots: Any
+    reads_objects: bool
+    """Whether what ``decode_again`` makes may be given the address of a tuple of tensors."""
 
 
 def load_library(path: str, arch: str) -> Library:
@@ -40,7 +44,21 @@ def load_library(path: str, arch: str) -> Library:
     import tvm_ffi
 
     module = tvm_ffi.load_module(path)
-    return Library(arch, *(getattr(module, name) for name in Library._fields[1:]))
+    reads_objects = module.read_objects_with(*_python()) if _python() is not None else False
+    return Library(arch, *(getattr(module, name) for name in Library._fields[1:-1]), reads_objects)
+
+
+@cache
+def _python() -> tuple[int, ...] | None:
+    """Where torch's and Python's functions are that a library reads tensors with (csrc/bindings.cu); None without them."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    torch_api = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    names = ("PyTuple_GetItem", "PyErr_Clear", "PyEval_SaveThread", "PyEval_RestoreThread")
+    functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in names]
+    return torch_api, id(None), *functions
 
 
 def _say(text: str) -> None:
@@ -210,7 +228,16 @@ class CudaBackend(Backend):
     def express_decode(self, request: DecodeRequest) -> Callable[..., bool] | None:
         if request.batch == 0 or request.num_tokens == 0:
             return None
-        return self._library(request.device).decode_again(*_decode_arguments(request))
+        library = self._library(request.device)
+        function = library.decode_again(*_decode_arguments(request))
+        if not library.reads_objects:
+            return function
+        function.release_gil = False  # it does that itself, once it has read the tensors
+
+        def again(*tensors: torch.Tensor | None) -> bool:
+            return function(id(tensors))
+
+        return again
 
     def page_slots(self, request: SlotsRequest) -> None:
         library, table = self._library(request.device), request.table

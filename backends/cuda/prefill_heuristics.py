@@ -9,9 +9,10 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200, up to 100,000 tokens. Of their 86 points the choice is within 5% of the best path in 80 where the longest sequence is known, in
-77 where it is not and prefixes may end anywhere; 1.1 and 3.9% in the mean, and at worst 21% and 2.9 times (one prompt of 60,000 tokens
-and 31 short ones, taken for 32 alike). Since then CTAs take their units later, which is not measured.
+on an H200. Of their 132 points, up to 200,000 tokens, the choice is within 5% of the best path in 127 where the longest sequence is
+known, in 108 where it is not and prefixes may end anywhere; 0.7 and 5.9% in the mean, and at worst 24% (16/64 heads, one sequence of
+8191 tokens and 31 short ones: their last chunks, cut short, cost more than is counted here) and 2.8 times (one prompt of 60,000
+tokens and 31 short ones, taken for 32 alike).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CHUNK = 64
 HEAD = 128
 
 #: Microseconds on an H200. Before the first chunk; a chunk and head of the first kernel, on a multiprocessor.
-BASE, CHUNKS = 12.0, 0.77
+BASE, CHUNKS = 13.0, 0.78
 
 
 class Unit(NamedTuple):
@@ -38,16 +39,17 @@ class Unit(NamedTuple):
     busy: float
 
 
-RECURRENCE = {128: Unit(8.0, 1.58, 0.50), 64: Unit(5.0, 1.06, 0.18)}  #: by V rows
-FIRST_PASS = Unit(3.4, 1.06, 0.31)
-#: Units of the first pass a segment: one, and a transition where the gates do not make it zero (as models initialise them).
-TRANSITIONS = 1.57
+RECURRENCE = {128: Unit(5.8, 1.62, 0.26), 64: Unit(4.7, 1.06, 0.05)}  #: by V rows
+FIRST_PASS = Unit(3.7, 0.96, 0.17)
+#: With gates as models initialise them: the share of heads that remember a whole segment, whose transition is a unit of the first
+#: pass too; and how many chunks of a segment the others' units take.
+REMEMBER, FORGET = 0.525, 16.0
 #: Of a split call: its launches; a segment of the scan.
-SPLIT, SCAN = 22.5, 1.75
+SPLIT, SCAN = 15.2, 2.16
 #: A split path must be estimated faster by this factor.
-DOUBT = 1.02
+DOUBT = 1.015
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens.
-ONE_IS_LONG = 0.06
+ONE_IS_LONG = 0.08
 SEGMENTS = (8, 16, 32, 64, 128)
 
 
@@ -133,13 +135,14 @@ def _time(
         second += [(count * heads * shares, part) for part in (head, rest) if part]
         segments = (head > 0) + whole + (rest > 0)
         if segments > 1:
-            first.append((count * (segments - 1) * heads * TRANSITIONS, segment))
+            units = count * (segments - 1) * heads
+            first += [(units * 2 * REMEMBER, segment), (units * (1 - REMEMBER), min(segment, FORGET))]
         most = max(most, segments)
     time += SPLIT + _fullest(first, FIRST_PASS, multiprocessors) + most * SCAN
     return time + _fullest(second, RECURRENCE[rows], multiprocessors)
 
 
-def _fullest(units: list[tuple[float, int]], unit: Unit, multiprocessors: int) -> float:
+def _fullest(units: list[tuple[float, float]], unit: Unit, multiprocessors: int) -> float:
     """The time of the fullest multiprocessor; ``units``: [(how many, of how many chunks), ...]."""
     count = sum(n for n, _ in units)
     if count == 0:

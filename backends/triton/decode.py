@@ -34,9 +34,9 @@ MAX_HEAD_SIZE_K = 1024
 
 
 @triton.jit
-def _ask(q_at, k_at, v_at, a_at, b_at, cols, rows, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-         BV: tl.constexpr):  # fmt: skip
-    """One token's q, k, v and gates as they are stored."""
+def _token(q_at, k_at, v_at, a_at, b_at, cols, rows, A_log, dt_bias, scale,
+           K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
+    """One token's scale * q, k, v, k . scale * q, alpha and beta in float32."""
     if K == BK:
         q = tl.load(q_at + cols)
         k = tl.load(k_at + cols)
@@ -47,35 +47,15 @@ def _ask(q_at, k_at, v_at, a_at, b_at, cols, rows, K: tl.constexpr, V: tl.conste
         v = tl.load(v_at + rows)
     else:
         v = tl.load(v_at + rows, mask=rows < V, other=0.0)
-    return q, k, v, tl.load(a_at), tl.load(b_at)
-
-
-@triton.jit
-def _token(q, k, v, a, b, A_log, dt_bias, scale, L2NORM: tl.constexpr):
-    """One token's scale * q, k, v, k . scale * q, alpha and beta in float32."""
+    a = tl.load(a_at).to(tl.float32)
+    b = tl.load(b_at).to(tl.float32)
     q = q.to(tl.float32)
     k = k.to(tl.float32)
     if L2NORM:
         q *= inverse_norm(q, 0)
         k *= inverse_norm(k, 0)
     q *= scale
-    alpha = tl.exp(raw_log_decay(a.to(tl.float32), A_log, dt_bias))
-    return q, k, v.to(tl.float32), tl.sum(q * k, 0), alpha, sigmoid(b.to(tl.float32))
-
-
-@triton.jit
-def _rows_of_pieces(x, PIECES: tl.constexpr, BV: tl.constexpr):
-    """[BV, K] of what lies in [PIECES * BV, K / PIECES]: first pieces of all rows first."""
-    WIDTH: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, (PIECES, BV, WIDTH)), (1, 0, 2)), (BV, PIECES * WIDTH))
-
-
-@triton.jit
-def _pieces_of_rows(S, PIECES: tl.constexpr):
-    """The inverse of ``_rows_of_pieces``."""
-    BV: tl.constexpr = S.shape[0]
-    WIDTH: tl.constexpr = S.shape[1] // PIECES
-    return tl.reshape(tl.permute(tl.reshape(S, (BV, PIECES, WIDTH)), (1, 0, 2)), (PIECES * BV, WIDTH))
+    return q, k, v.to(tl.float32), tl.sum(q * k, 0), tl.exp(raw_log_decay(a, A_log, dt_bias)), sigmoid(b)
 
 
 @triton.jit(
@@ -135,35 +115,22 @@ def decode_kernel(
     a_at = a_ptr + seq * a_b + h * a_h
     b_at = b_ptr + seq * b_b + h * b_h
     out_at = out_ptr + seq * out_b + h * out_h
-    raw_q, raw_k, raw_v, a, b = _ask(q_at, k_at, v_at, a_at, b_at, cols, rows, K, V, BK, BV)
+    q, k, v, kq, alpha, beta = _token(
+        q_at, k_at, v_at, a_at, b_at, cols, rows, A_log, dt_bias, scale, K, V, BK, BV, L2NORM
+    )
 
-    # The tile is moved in pieces of 128 bytes of a row, eight threads each: a thread then has whole rows but for the other
-    # seven, and the sums over K take three shuffles for each of a few rows. The pieces of a row are far apart in the order
-    # of loads, so that they are a thread's own values.
-    BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
-    PIECE: tl.constexpr = BK if BK * BYTES < 128 else 128 // BYTES
-    PIECES: tl.constexpr = BK // PIECE
-    part = tl.arange(0, PIECES * BV)
-    piece_rows = (pid % BLOCKS) * BV + part % BV
-    piece_cols = (part // BV * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
     if DENSE:
-        state_tile = piece_rows[:, None] * K + piece_cols
+        state_tile = rows[:, None] * K + cols[None, :]
         inter_tile = state_tile
     else:
-        state_tile = piece_rows[:, None] * (s_v * STATE_UNIT) + piece_cols
-        inter_tile = piece_rows[:, None] * (i_v * STATE_UNIT) + piece_cols
-    mask = live[:, None] & (piece_cols < K)
+        state_tile = rows[:, None] * (s_v * STATE_UNIT) + cols[None, :]
+        inter_tile = rows[:, None] * (i_v * STATE_UNIT) + cols[None, :]
+    mask = (live & (cols < K))[None, :]
     if V % BV != 0:
-        mask = mask & (piece_rows < V)[:, None]
+        mask = mask & (rows < V)[:, None]
     # A padded sequence reads zeros: what its row holds must not reach the output.
     state_at = state_ptr + (read * s_row + h * s_h) * STATE_UNIT
-    tile = tl.load(state_at + state_tile, mask=mask, other=0.0, eviction_policy=LOAD_POLICY)
-    # What is in flight decides the speed. The assembler would put off most of these loads until the norms are made; a way
-    # out that is never taken keeps them before it.
-    if num_tokens < 1:
-        return
-    q, k, v, kq, alpha, beta = _token(raw_q, raw_k, raw_v, a, b, A_log, dt_bias, scale, L2NORM)
-    S = _rows_of_pieces(tile, PIECES, BV).to(tl.float32)
+    S = tl.load(state_at + state_tile, mask=mask, other=0.0, eviction_policy=LOAD_POLICY).to(tl.float32)
 
     for t in range(1 if ONE_TOKEN else num_tokens):
         sk = tl.sum(S * k[None, :], 1)
@@ -177,19 +144,17 @@ def decode_kernel(
             tl.store(out_at + t * out_t + rows, o.to(out_ptr.dtype.element_ty), mask=rows < V)
         if INTER:
             inter_at = inter_ptr + (seq * i_b + t * i_t + h * i_h) * STATE_UNIT
-            tl.store(inter_at + inter_tile, _pieces_of_rows(S.to(inter_ptr.dtype.element_ty), PIECES), mask=mask)
+            tl.store(inter_at + inter_tile, S.to(inter_ptr.dtype.element_ty), mask=mask)
         if not ONE_TOKEN:
             n = tl.minimum(t + 1, num_tokens - 1).to(tl.int64)
-            raw_q, raw_k, raw_v, a, b = _ask(
+            q, k, v, kq, alpha, beta = _token(
                 q_at + n * q_t * QK_UNIT, k_at + n * k_t * QK_UNIT, v_at + n * v_t, a_at + n * a_t, b_at + n * b_t,
-                cols, rows, K, V, BK, BV,
+                cols, rows, A_log, dt_bias, scale, K, V, BK, BV, L2NORM,
             )  # fmt: skip
-            q, k, v, kq, alpha, beta = _token(raw_q, raw_k, raw_v, a, b, A_log, dt_bias, scale, L2NORM)
 
     if UPDATE:
         state_at = state_ptr + (write * s_row + h * s_h) * STATE_UNIT
-        stored = _pieces_of_rows(S.to(state_ptr.dtype.element_ty), PIECES)
-        tl.store(state_at + state_tile, stored, mask=mask, eviction_policy=STORE_POLICY)
+        tl.store(state_at + state_tile, S.to(state_ptr.dtype.element_ty), mask=mask, eviction_policy=STORE_POLICY)
 
 
 def reasons_against_decode(request: DecodeRequest) -> tuple[str, ...]:

@@ -66,6 +66,18 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int byt
 __device__ __forceinline__ void barrier_arrive_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// A warp's arrival, one of its lanes' behind what all have done. racecheck does not follow that order through a barrier: with
+// -DGDN_SM90_EACH_LANE every lane arrives for itself (benchmarks/sanitize.py --each-lane).
+#ifdef GDN_SM90_EACH_LANE
+constexpr int kWarpArrivals = 32;
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier) { barrier_arrive(barrier); }
+#else
+constexpr int kWarpArrivals = 1;
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+#endif
 // Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   const uint32_t address = shared_address(barrier);
@@ -146,6 +158,24 @@ __device__ __forceinline__ void registers_down() {
 // Dynamic shared memory, its start rounded up to `alignment`; the launch asks for that much more.
 __device__ __forceinline__ uint8_t* align_shared(uint8_t* shared, uint32_t alignment) {
   return shared + (-shared_address(shared) & (alignment - 1));
+}
+
+// 16 bytes to global memory, where the compiler cannot see that a pointer leads there.
+__device__ __forceinline__ void store_global(void* to, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+// --- loads from shared memory that stay where they are written, before or behind products -----------------------------------
+
+__device__ __forceinline__ float load_shared(const float* from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(from)) : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load_shared(const float2* from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared_address(from)) : "memory");
+  return x;
 }
 
 // --- 8x8 tiles, from registers to shared memory, turned: rows of the tiles in memory are columns of the registers' -------

@@ -127,6 +127,8 @@ __device__ __forceinline__ uint4 pack(const float* y) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+__device__ __forceinline__ void pin(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)::"memory"); }
+
 __device__ __forceinline__ uint16_t to_bits(float x, bool bf16) {
   return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
 }
@@ -261,18 +263,20 @@ struct Inputs {
 // --- the kernel --------------------------------------------------------------------------------------------------------------
 
 // CTAs of four warps a multiprocessor that registers are budgeted for: as many as do without spilling.
-template <class T>
-constexpr int kResident = T::passes * T::pieces > 8 ? 4 : T::segments == 4 ? 8 : T::segments == 2 ? 6 : 5;
+template <class T, int HOW>
+constexpr int kResident = (T::passes * T::pieces > 8 ? 4 : T::segments == 4 ? 8 : T::segments == 2 ? 6 : 5) -
+                          ((HOW & kLate) != 0 && T::size == 8 ? 2 : 0);
 
-// Grid: x = tiles of a sequence, a warp each; y and z = sequence.
-template <class State, int K, int ROWS, bool WIDE>
-__global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, WIDE>>))
+// Grid: x = tiles of a sequence, a warp each; y and z = sequence. kSequencesFirst: x = sequence, y = tiles.
+template <class State, int K, int ROWS, bool WIDE, int HOW>
+__global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, WIDE>, HOW>))
     decode_tile(const __grid_constant__ DecodeParams p, const __grid_constant__ Work w) {
   using T = Tile<State, K, ROWS, WIDE>;
   constexpr int E = T::elements, N = T::together;
+  constexpr bool kIsLate = (HOW & kLate) != 0, kTurned = (HOW & kSequencesFirst) != 0;
   const int lane = int(threadIdx.x % 32);
-  const int b = int(blockIdx.z) * kMaxGrid + int(blockIdx.y);
-  const int tile = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  const int b = kTurned ? int(blockIdx.x) : int(blockIdx.z) * kMaxGrid + int(blockIdx.y);
+  const int tile = int((kTurned ? blockIdx.y : blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32);
   const int h = tile >> w.part_shift, row = (tile & ((1 << w.part_shift) - 1)) * T::rows;
   if (h >= p.heads || b >= p.batch) return;
 
@@ -289,7 +293,7 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
 #pragma unroll
   for (int r = 0; r < T::passes; r++)
 #pragma unroll
-    for (int i = 0; i < T::pieces; i++) raw[r][i] = load_tile(from + T::place(r, i, lane), live);
+    for (int i = 0; i < T::pieces; i++) raw[r][i] = load_tile<(HOW & kCached) != 0>(from + T::place(r, i, lane), live);
 
   const Inputs<T> inputs(token, p, lane);
   auto* to = reinterpret_cast<char*>(static_cast<State*>(p.state.data) + rows.write() * p.state.row + offset);
@@ -319,8 +323,13 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
       for (int i = 0; i < T::pieces; i++) {
         const uint4 piece = pack<State>(&s[n][i * T::size]);
         const int at = T::place(first + n, i, lane);
-        if (steps) store_tile(to_steps + at, piece, w.streaming);
-        if (update) store_tile(to + at, piece, w.streaming);
+        if constexpr (kIsLate) {
+          raw[first + n][i] = piece;
+          pin(raw[first + n][i]);
+        } else {
+          if (steps) store_tile(to_steps + at, piece, w.streaming);
+          if (update) store_tile(to + at, piece, w.streaming);
+        }
       }
     }
     T::dot(o, s, inputs.q, lane);
@@ -329,6 +338,15 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
       const float sum = p.scale * sum_of_row(o[n]);
       if (live && lane % T::lanes == first + n) output = sum;
     }
+  }
+  if constexpr (kIsLate) {
+#pragma unroll
+    for (int r = 0; r < T::passes; r++)
+#pragma unroll
+      for (int i = 0; i < T::pieces; i++) {
+        if (steps) store_tile(to_steps + T::place(r, i, lane), raw[r][i], w.streaming);
+        if (update) store_tile(to + T::place(r, i, lane), raw[r][i], w.streaming);
+      }
   }
   auto* out = static_cast<uint16_t*>(p.output) + b * p.output_stride.batch + h * p.output_stride.head + row;
   if (lane % T::lanes < T::passes)
@@ -343,15 +361,18 @@ struct Call {
   bool streaming;
   cudaStream_t stream;
 
-  template <class State, int K, int ROWS, bool WIDE>
+  template <class State, int K, int ROWS, bool WIDE, int HOW = 0>
   bool launch() const {
+    using T = Tile<State, K, ROWS, WIDE>;
     Work w{};
-    while ((Tile<State, K, ROWS, WIDE>::rows << w.part_shift) < p.head_size_v) w.part_shift++;
+    while ((T::rows << w.part_shift) < p.head_size_v) w.part_shift++;
     w.group_reciprocal = ((uint64_t(1) << 32) + p.group - 1) / p.group;
     w.streaming = streaming;
     const unsigned x = unsigned(((p.heads << w.part_shift) + plan.warps - 1) / plan.warps);
     const unsigned y = unsigned(p.batch < kMaxGrid ? p.batch : kMaxGrid), z = unsigned((p.batch + kMaxGrid - 1) / kMaxGrid);
-    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE>), dim3(x, y, z), dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
+    dim3 grid(x, y, z);
+    if constexpr ((HOW & kSequencesFirst) != 0) grid = dim3(unsigned(p.batch), x, 1);
+    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE, HOW>), grid, dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
     return true;
   }
 
@@ -360,6 +381,9 @@ struct Call {
     constexpr int kRows = 1024 / (128 * sizeof(State));  // of 1 KB
     // Heads of 64 columns are served, not tuned for.
     if (p.head_size_k == 64) return launch<State, 64, 4 * kRows, false>();
+    // Other ways than the usual one are compiled for wide tiles of 4 KB.
+    if (plan.how == kCached) return launch<State, 128, 4 * kRows, true, sizeof(State) == 4 ? kCached | kLate : kCached>();
+    if (plan.how == kSequencesFirst) return launch<State, 128, 4 * kRows, true, kSequencesFirst>();
     switch (plan.tile_bytes) {
       case 1024:
         return plan.wide ? launch<State, 128, kRows, true>() : launch<State, 128, kRows, false>();

@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& ro
 #pragma unroll
       for (int j = 0; j < kBatch; j++, to += step)
         if ((i + j + 1) * Mine::kRows <= kChunk || (i + j < Mine::kTimes && share.first + (i + j) * Mine::kRows < kChunk))
-          *reinterpret_cast<uint4*>(to) = values[j];
+          store_global(to, values[j]);
     }
     return;
   }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& ro
     if (t < rows.from) continue;
     const uint4 value = *reinterpret_cast<const uint4*>(from);
     if (aligned) {
-      *reinterpret_cast<uint4*>(to) = value;
+      store_global(to, value);
     } else {
       const uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
@@ -437,12 +437,12 @@ __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, floa
   for (int row = thread / 32; row < 64 * kGroups; row += kCarriers / 32, to += kCarriers / 32 * step) {
     const int at = row * S::state_row + lane * 16;
     auto& piece = *reinterpret_cast<uint4*>(stage + at);
-    if (state != nullptr) *reinterpret_cast<uint4*>(to) = piece;
+    if (state != nullptr) store_global(to, piece);
     if (at >= S::coupling && at < S::v) piece = make_uint4(0, 0, 0, 0);
   }
   fence_async_proxy();
   meet<kCarriers>();
-  if (thread < 4 * kGroups) barrier_arrive(empty);  // for the consumers
+  for (int i = thread; i < 4 * kGroups * kWarpArrivals; i += kCarriers) barrier_arrive(empty);  // for the consumers
 }
 
 // Carries V into each stage, once the outputs that the consumers left there are out.
@@ -639,7 +639,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
                                         float (&factor)[2], const uint8_t* stage, const Tiles<kGroups>& tiles, int lane) {
   using S = Stage<kGroups>;
   const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * (lane % 4);
-  const auto gate = [&](int array, int n) { return *reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n); };
+  const auto gate = [&](int array, int n) { return load_shared(reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n)); };
 
   // Y^T = beta (V^T - gamma X^T)
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
@@ -680,6 +680,16 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     make_y(1.f, 1.f);
   }
 
+  // What is wanted soon is loaded before products are issued: these go through the same queue, and it would wait behind them
+  // until the tensor cores take them.
+  const float end = load_shared(reinterpret_cast<const float*>(stage + S::gates) + kEnd * kChunk);
+  float2 tail[8], scale[8];
+  const auto load_gates = [&](float2 (&to)[8], int array) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
+  };
+  load_gates(tail, kTail);
+
   // U^T = Y^T + Y^T coupling^T, the identity's part in float32
   multiply_fence();
 #pragma unroll
@@ -687,18 +697,11 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   multiply_commit();
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
   // Meanwhile the decay of S.
-  const float end = reinterpret_cast<const float*>(stage + S::gates)[kEnd * kChunk];
 #pragma unroll
   for (int n = 0; n < 16; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) s[n][i] *= end;
   pin(s);
-  float2 tail[8], scale[8];
-  const auto load_gates = [&](float2 (&to)[8], int array) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
-  };
-  load_gates(tail, kTail);
   multiply_wait<kOutput ? 1 : 0>();
   pin(x);
 
@@ -709,6 +712,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
     tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
   }
+  if constexpr (kOutput) load_gates(scale, kScaleGamma);
   multiply_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);
@@ -717,12 +721,9 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
   if constexpr (kOutput) {
     uint32_t u[16];
-    // Two groups leave each too few registers for the early load, and hide each other's waits.
-    if constexpr (kGroups == 1) load_gates(scale, kScaleGamma);
     to_operand<M>(u, x);
     multiply_wait<1>();
     pin(o);
-    if constexpr (kGroups == 2) load_gates(scale, kScaleGamma);
 #pragma unroll
     for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
     multiply_fence();
@@ -820,8 +821,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       uint8_t* rows = stage_of(done) + 16 * unhoisted(warp) * Stage<kGroups>::state_row;
       wait_full(done);
       exchange(s, rows, Stage<kGroups>::state_row, comes, leaves, lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&common.exchanged[done % kStages]);
+      warp_arrive(&common.exchanged[done % kStages]);
       done++;
     } else {
 #pragma unroll
@@ -888,8 +888,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         to_operand<T>(rounded, o);
         put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&common.empty[done % kStages]);
+      warp_arrive(&common.empty[done % kStages]);
       if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
@@ -925,8 +924,8 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       barrier_init(&common.full[i], kCarriers + (std::is_same_v<T, M> ? 2 : 1));
-      barrier_init(&common.empty[i], 4 * kGroups);
-      barrier_init(&common.exchanged[i], 4 * kGroups);
+      barrier_init(&common.empty[i], 4 * kGroups * kWarpArrivals);
+      barrier_init(&common.exchanged[i], 4 * kGroups * kWarpArrivals);
     }
     for (int i = 0; i < kUnits; i++) {
       barrier_init(&common.unit_full[i], 32);

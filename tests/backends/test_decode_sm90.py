@@ -18,7 +18,7 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gdn_multi.backends.cuda import build  # noqa: E402
+from gdn_multi.backends.cuda import _python, build  # noqa: E402
 
 from gdn_multi import reference  # noqa: E402
 from gdn_multi.layout import csrc_dir  # noqa: E402
@@ -30,7 +30,7 @@ PORTABLE = -1
 
 @pytest.fixture(scope="module")
 def library():
-    """(decode(...), the functions of force_decode.cu)"""
+    """(decode(...), the functions of force_decode.cu, the module)"""
     import tvm_ffi
     from cuda_emulator import FLAGS, FOLDER, HERE, toolchain_or_skip
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
@@ -66,7 +66,8 @@ def library():
             where = os.path.dirname(find_libtvm_ffi())
             subprocess.run(["g++", "-shared", "-o", linked, *objects, f"-L{where}", "-ltvm_ffi"], check=True)
             os.replace(linked, made)
-    return tvm_ffi.load_module(str(made)).decode, ctypes.CDLL(str(made))
+    module = tvm_ffi.load_module(str(made))
+    return module.decode, ctypes.CDLL(str(made)), module
 
 
 def bits(x):
@@ -128,7 +129,7 @@ class Case:
 
     def run(self, library, variant):
         """(pool with its gaps, steps, output, served by sm90_decode.cu)"""
-        decode, functions = library
+        decode, functions, _ = library
         padded, steps, output = self.padded.clone(), self.steps, self.output.clone()
         pool = padded[:, : self.pool[0].numel()].view(self.pool.shape)
         steps = steps.clone() if steps is not None else None
@@ -182,8 +183,7 @@ def test_every_plan_gives_the_bits_of_the_portable_kernel(library, name, monkeyp
     want = case.run(library, PORTABLE)
     case.check(want)
     assert not want[3]
-    plans = range(library[1].gdn_decode_plans() + 1)
-    for variant in (*plans, 101, 201):
+    for variant in (*range(library[1].gdn_decode_plans() + 1), 101, 201):
         got = case.run(library, variant)
         assert got[3], f"variant {variant} was not served"
         for x, y in zip(got[:3], want[:3]):
@@ -199,7 +199,7 @@ def test_what_is_left_to_the_portable_kernel(library):
     results = case.run(library, 0)
     assert not results[3]
     case.check(results)
-    decode, functions = library
+    decode, functions, _ = library
     case = Case(2, 1, 2, 128, 128, BF16, F32, rows="none")
     wide = poisoned(2, 2, 128, 256, dtype=F32)
     wide[..., :128] = case.initial
@@ -210,3 +210,72 @@ def test_what_is_left_to_the_portable_kernel(library):
     )  # fmt: skip
     assert not functions.gdn_forced_decode_served()
     assert wide[..., 128:].isnan().all() and not wide[..., :128].isnan().any()
+
+
+# --- calls like an accepted one, by the address of a tuple ---------------------------------------------------------------
+
+
+def accepted(library, case):
+    """(function of a tuple, the tensors of a call like the accepted one)"""
+    _, functions, module = library
+    functions.gdn_force_decode(PORTABLE)
+    if _python() is None or not module.read_objects_with(*_python()):
+        pytest.skip("this torch has no exchange interface")
+    tensors = (
+        case.q, case.k, case.v, case.A_log, case.a, case.dt_bias, case.b, case.pool, *case.given, case.steps,
+        *(case.table or (None, None, None)), case.output,
+    )  # fmt: skip
+    function = module.decode_again(*tensors, case.scale, case.norm, case.update)
+    function.release_gil = False
+    return (lambda tensors: function(id(tensors))), tensors
+
+
+def fresh(case, tensors):
+    """Other tensors of the same kind, as the next step of a model brings them, and the call's padded pool."""
+    padded = case.padded.clone()
+    pool = padded[:, : case.pool[0].numel()].view(case.pool.shape)
+
+    def copy(x):
+        return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+    return tuple(pool if x is case.pool else copy(x) for x in tensors), padded
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tuple_is_served_as_the_call_is(library, name):
+    case = Case(**CASES[name])
+    want = case.run(library, PORTABLE)
+    again, tensors = accepted(library, case)
+    (*others, output), padded = fresh(case, tensors)
+    assert again((*others, output)) is True
+    assert torch.equal(bits(output), bits(want[2])) and torch.equal(bits(padded), bits(want[0]))
+    if case.steps is not None:
+        assert torch.equal(bits(others[10]), bits(want[1]))
+
+
+def test_a_tuple_that_differs_is_refused(library):
+    case = Case(**CASES["float32"])
+    again, tensors = accepted(library, case)
+    wide = torch.zeros(3, 1, 1, 256, dtype=BF16)
+    changes = {
+        "fewer sequences": (0, tensors[0][:2]), "dtype": (1, tensors[1].to(F16)), "stride": (2, tensors[2].clone()),
+        "last stride": (0, wide[..., ::2]), "alignment": (0, wide.flatten()[1 : 1 + 3 * 128].view(3, 1, 1, 128)),
+        "a dimension more": (3, tensors[3][None]), "device": (4, torch.empty_like(tensors[4], device="meta")),
+        "rows of int64": (8, tensors[8].long()), "no rows": (8, None), "steps": (10, torch.zeros(3, 1, 3, 128, 128)),
+        "None": (14, None), "a list": (5, [0.0] * 3), "a number": (6, 1.0), "a tuple of it": (0, (tensors[0],)),
+        "numpy": (5, tensors[5].numpy()), "sparse": (5, tensors[5].to_sparse()),
+    }  # fmt: skip
+    for change, (i, value) in changes.items():
+        others, padded = fresh(case, tensors)
+        before = padded.clone()
+        assert again((*others[:i], value, *others[i + 1 :])) is False, change
+        assert torch.equal(bits(padded), bits(before)) and others[14].isnan().all(), change
+    assert again(tensors[:14]) is False and again(()) is False
+    assert again(fresh(case, tensors)[0]) is True, "none of this is remembered"
+
+
+def test_the_stride_of_a_single_element_means_nothing(library):
+    case = Case(**CASES["float32"])
+    again, tensors = accepted(library, case)
+    (q, *others), _ = fresh(case, tensors)
+    assert again((q.as_strided(q.shape, (q.stride(0), 7, 9, 1)), *others)) is True

@@ -67,6 +67,11 @@ inline void barrier_arrive(uint64_t* barrier) {
   if (--b.pending < 0) std::abort();
   emu::end_phase_if_complete(b);
 }
+constexpr int kWarpArrivals = 1;
+inline void warp_arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (emu::self->lane == 0) barrier_arrive(barrier);
+}
 inline void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   emu::memory_barrier(barrier).bytes += bytes;
   barrier_arrive(barrier);
@@ -123,6 +128,11 @@ inline void bulk_prefetch(const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
 }
 inline void fence_async_proxy() {}
+inline void store_global(void* to, const uint4& x) { std::memcpy(to, &x, 16); }
+template <class T>
+inline T load_shared(const T* from) {
+  return *from;
+}
 template <int kThreads>
 inline void meet() {
   static emu::Barrier barrier;
