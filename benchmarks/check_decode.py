@@ -8,7 +8,8 @@ and --build finds it again. Checks: against gdn_multi.reference with poisoned ou
 are decode.cu's, whatever the batch. Times: median us and TB/s of state read and written, CUDA graphs, L2 flushed before
 each replay, FlashInfer's figure beside. Plan 0 is what sm90_heuristics.h chooses, -1 is decode.cu.
 
-With --large "times" is one table in TB/s of the large calls: a line a plan, and beside them the Triton backend, a copy between two buffers and an elementwise kernel in place, of as many bytes.
+With --large "times" is one table in TB/s of the large calls: a line a plan, and beside them the Triton backend, a copy between
+two buffers and an elementwise kernel in place, of as many bytes.
 """
 
 from __future__ import annotations
