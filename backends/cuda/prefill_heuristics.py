@@ -10,7 +10,7 @@ longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
 on an H200. Of their 132 points, up to 200,000 tokens, the choice is within 5% of the best path in 127 where the longest sequence is
-known, in 108 where it is not and prefixes may end anywhere; 0.7 and 5.9% in the mean, and at worst 24% (16/64 heads, one sequence of
+known, in 110 where it is not and prefixes may end anywhere; 0.7 and 4.5% in the mean, and at worst 24% (16/64 heads, one sequence of
 8191 tokens and 31 short ones: their last chunks, cut short, cost more than is counted here) and 2.8 times (one prompt of 60,000
 tokens and 31 short ones, taken for 32 alike).
 """
@@ -48,8 +48,8 @@ REMEMBER, FORGET = 0.525, 16.0
 SPLIT, SCAN = 15.2, 2.16
 #: A split path must be estimated faster by this factor.
 DOUBT = 1.015
-#: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens.
-ONE_IS_LONG = 0.08
+#: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
+ONE_IS_LONG = (0.08, 0.4)
 SEGMENTS = (8, 16, 32, 64, 128)
 
 
@@ -114,7 +114,8 @@ def _kinds(chunks: int, seqs: int, bound: int) -> list[tuple[float, list[tuple[i
     rest = max(1, -(-(chunks - bound) // (seqs - 1)))
     if bound < chunks:  # a bound that says something: one sequence is that long
         return [(1.0, [(1, bound), (seqs - 1, rest)])]
-    return [(1 - ONE_IS_LONG, [(seqs, mean)]), (ONE_IS_LONG, [(1, bound), (seqs - 1, rest)])]
+    one_is_long = max(ONE_IS_LONG[0], ONE_IS_LONG[1] / seqs)
+    return [(1 - one_is_long, [(seqs, mean)]), (one_is_long, [(1, bound), (seqs - 1, rest)])]
 
 
 def _time(

@@ -267,16 +267,16 @@ template <class T, int HOW>
 constexpr int kResident = (T::passes * T::pieces > 8 ? 4 : T::segments == 4 ? 8 : T::segments == 2 ? 6 : 5) -
                           ((HOW & kLate) != 0 && T::size == 8 ? 2 : 0);
 
-// Grid: x = tiles of a sequence, a warp each; y and z = sequence. kSequencesFirst: x = sequence, y = tiles.
+// Grid: x = tiles of a sequence, a warp each; y and z = sequence.
 template <class State, int K, int ROWS, bool WIDE, int HOW>
 __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, WIDE>, HOW>))
     decode_tile(const __grid_constant__ DecodeParams p, const __grid_constant__ Work w) {
   using T = Tile<State, K, ROWS, WIDE>;
   constexpr int E = T::elements, N = T::together;
-  constexpr bool kIsLate = (HOW & kLate) != 0, kTurned = (HOW & kSequencesFirst) != 0;
+  constexpr bool kIsLate = (HOW & kLate) != 0;
   const int lane = int(threadIdx.x % 32);
-  const int b = kTurned ? int(blockIdx.x) : int(blockIdx.z) * kMaxGrid + int(blockIdx.y);
-  const int tile = int((kTurned ? blockIdx.y : blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32);
+  const int b = int(blockIdx.z) * kMaxGrid + int(blockIdx.y);
+  const int tile = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
   const int h = tile >> w.part_shift, row = (tile & ((1 << w.part_shift) - 1)) * T::rows;
   if (h >= p.heads || b >= p.batch) return;
 
@@ -370,9 +370,7 @@ struct Call {
     w.streaming = streaming;
     const unsigned x = unsigned(((p.heads << w.part_shift) + plan.warps - 1) / plan.warps);
     const unsigned y = unsigned(p.batch < kMaxGrid ? p.batch : kMaxGrid), z = unsigned((p.batch + kMaxGrid - 1) / kMaxGrid);
-    dim3 grid(x, y, z);
-    if constexpr ((HOW & kSequencesFirst) != 0) grid = dim3(unsigned(p.batch), x, 1);
-    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE, HOW>), grid, dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
+    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE, HOW>), dim3(x, y, z), dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
     return true;
   }
 
@@ -381,9 +379,8 @@ struct Call {
     constexpr int kRows = 1024 / (128 * sizeof(State));  // of 1 KB
     // Heads of 64 columns are served, not tuned for.
     if (p.head_size_k == 64) return launch<State, 64, 4 * kRows, false>();
-    // Other ways than the usual one are compiled for wide tiles of 4 KB.
+    // Through L1 only wide tiles of 4 KB are compiled.
     if (plan.how == kCached) return launch<State, 128, 4 * kRows, true, sizeof(State) == 4 ? kCached | kLate : kCached>();
-    if (plan.how == kSequencesFirst) return launch<State, 128, 4 * kRows, true, kSequencesFirst>();
     switch (plan.tile_bytes) {
       case 1024:
         return plan.wide ? launch<State, 128, kRows, true>() : launch<State, 128, kRows, false>();

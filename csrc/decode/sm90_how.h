@@ -3,8 +3,7 @@
 
 namespace gdn {
 
-constexpr int kLate = 1;            // stores when all of a tile is computed, not as soon as its rows are
-constexpr int kCached = 2;          // loads by way of L1
-constexpr int kSequencesFirst = 4;  // neighbouring CTAs work on neighbouring sequences, not on neighbouring tiles of one
+constexpr int kLate = 1;    // stores when all of a tile is computed, not as soon as its rows are
+constexpr int kCached = 2;  // loads by way of L1
 
 }  // namespace gdn
