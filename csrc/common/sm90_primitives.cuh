@@ -238,54 +238,34 @@ __device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32
 
 #define GDN_TILE(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define GDN_TILES(d, n) GDN_TILE(d[n]), GDN_TILE(d[n + 1]), GDN_TILE(d[n + 2]), GDN_TILE(d[n + 3])
-template <>
-__device__ __forceinline__ void multiply_k_major<__nv_bfloat16>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-      : GDN_TILES(d, 0), GDN_TILES(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
-}
-template <>
-__device__ __forceinline__ void multiply_n_major<__nv_bfloat16>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-      : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
-}
-template <>
-__device__ __forceinline__ void multiply_k_major<__half>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-      : GDN_TILES(d, 0), GDN_TILES(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
-}
-template <>
-__device__ __forceinline__ void multiply_n_major<__half>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-      : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add));
-}
+#define GDN_PRODUCTS(T, type) \
+  template <> \
+  __device__ __forceinline__ void multiply_k_major<T>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) { \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n" \
+        : GDN_TILES(d, 0), GDN_TILES(d, 4) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add)); \
+  } \
+  template <> \
+  __device__ __forceinline__ void multiply_n_major<T>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) { \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n" \
+        : GDN_TILES(d, 0), GDN_TILES(d, 4), GDN_TILES(d, 8), GDN_TILES(d, 12) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add)); \
+  }
+GDN_PRODUCTS(__nv_bfloat16, "bf16")
+GDN_PRODUCTS(__half, "f16")
+#undef GDN_PRODUCTS
 #undef GDN_TILES
 #undef GDN_TILE
 
