@@ -401,7 +401,8 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _alike(options: tuple, wanted: tuple) -> bool:
-    return options == wanted and all(map(operator.is_, map(type, options), map(type, wanted)))
+    # Types first: values of others may not even compare.
+    return all(map(operator.is_, map(type, options), map(type, wanted))) and options == wanted
 
 
 def express_decode(function: str, options: tuple, output: torch.Tensor | None, tensors: tuple) -> torch.Tensor | None:

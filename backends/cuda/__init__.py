@@ -55,7 +55,10 @@ def _python() -> tuple[int, ...] | None:
     if capsule is None:
         return None
     pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    torch_api = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    try:
+        torch_api = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+    except (TypeError, ValueError):  # a torch that hands over something else
+        return None
     names = ("PyTuple_GetItem", "PyErr_Clear", "PyEval_SaveThread", "PyEval_RestoreThread")
     functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in names]
     return torch_api, id(None), *functions

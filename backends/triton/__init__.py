@@ -23,6 +23,7 @@ _NO_GPU = (
     "Triton needs a GPU, and q is on the CPU; its interpreter, for tests, runs there with TRITON_INTERPRET=1 set "
     "before the first import of triton"
 )
+_WRONG_PRODUCTS = "Triton's interpreter multiplies bfloat16 matrices wrongly; take float16 or float32 inputs under TRITON_INTERPRET=1"
 _OLD_PTXAS = (
     "on sm_107 the Triton kernels need a ptxas of CUDA 13.4 or newer on PATH or in TRITON_PTXAS_BLACKWELL_PATH, "
     "since older ones do not know sm_107a; found {found}"
@@ -39,8 +40,11 @@ class TritonBackend(Backend):
 
     def reasons_against(self, request: Request) -> Reasons:
         if isinstance(request, PrefillRequest):
+            from .common import INTERPRETED
             from .prefill import reasons_against_prefill
 
+            if INTERPRETED.value and request.q.dtype == torch.bfloat16:
+                return (_WRONG_PRODUCTS, *reasons_against_prefill(request))
             return reasons_against_prefill(request)
         if isinstance(request, DecodeRequest):
             from .decode import reasons_against_decode

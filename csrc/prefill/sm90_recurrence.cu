@@ -62,6 +62,7 @@ struct alignas(16) Unit {
   Sequence sequence;
   bool end;  // nothing
 };
+static_assert(sizeof(Unit) % 128 != 0, "lanes' drafts begin in different banks");
 constexpr int kUnits = 4;  // that a CTA knows of at a time; each thread says itself that it has written or read one
 constexpr int kShort = 8;  // chunks of a unit that does not last much longer than it takes to find the next
 
@@ -84,10 +85,7 @@ struct Common {
   Unit units[kUnits];
   Left left[kStages * kCarriers];  // each thread its own
   // What each lane of the warp that deals finds, all the same: registers are short there, and one copy would be a race.
-  struct Draft {
-    Unit unit;
-    uint64_t apart;  // lanes in different banks
-  } drafts[32];
+  Unit drafts[32];
 };
 
 template <int kGroups>
@@ -252,7 +250,7 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
   const int lane = threadIdx.x % 32;
-  Unit& unit = common.drafts[lane].unit;
+  Unit& unit = common.drafts[lane];
   uint32_t next = blockIdx.x;
   bool ask = turn > 0;
   for (bool dealt = false; !dealt; ask = true) {
@@ -284,7 +282,7 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
   barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
   __syncwarp();
   auto* to = reinterpret_cast<uint4*>(&common.units[turn % kUnits]);
-  const auto* from = reinterpret_cast<const uint4*>(&common.drafts[0].unit);
+  const auto* from = reinterpret_cast<const uint4*>(&common.drafts[0]);
   for (int i = lane; i < int(sizeof(Unit) / 16); i += 32) to[i] = from[i];
   barrier_arrive(&common.unit_full[turn % kUnits]);
 }
@@ -445,7 +443,7 @@ __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, floa
   for (int i = thread; i < 4 * kGroups * kWarpArrivals; i += kCarriers) barrier_arrive(empty);  // for the consumers
 }
 
-// Carries V into each stage, once the outputs that the consumers left there are out.
+// Carries V, or a state, into each stage, once what the consumers left there is out.
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   using S = Stage<kGroups>;
@@ -487,8 +485,8 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
       const Unit& before = common.units[(place + kUnits - 1) % kUnits];
       const int64_t write = before.sequence.write;
       const bool leaves = any && before.work.last && p.final.data != nullptr && write >= 0;
-      float* final = static_cast<float*>(p.final.data) + write * p.final.row + before.work.head * p.final.head + before.work.v0 * p.final.v;
-      next_stage({leaves ? final : nullptr, kState});
+      float* to = static_cast<float*>(p.final.data) + write * p.final.row + before.work.head * p.final.head + before.work.v0 * p.final.v;
+      next_stage({leaves ? to : nullptr, kState});
       bring_state<kGroups>(stages + number * S::bytes, &common.full[number], p, plan, unit);
       if (++number == kStages) number = 0, parity ^= 1;
     }
@@ -896,8 +894,8 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
         if (--until_checkpoint == 0 && (left > 1 || !work.last || sequence.to(work.end - 1) == kChunk)) {
           const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-          const int64_t every = p.checkpoint_every / kChunk, before = sequence.prefix / kChunk;
-          const int64_t entry = sequence.starts + (before + work.end - left) / every - before / every;
+          const int64_t every = p.checkpoint_every / kChunk, passed = sequence.prefix / kChunk;
+          const int64_t entry = sequence.starts + (passed + work.end - left) / every - passed / every;
           const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
           if (at >= 0) {
             true_values();

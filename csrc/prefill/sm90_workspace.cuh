@@ -56,7 +56,7 @@ struct Plan {
   int32_t heads_a_block;
   bool output_aligned;        // every head of output starts at a multiple of 16 bytes
   bool raw;                   // the recurrence reads q and k in place, and there are no tiles
-  bool staged;                // the recurrence's initial and final states go through shared memory, by the copy engine
+  bool staged;                // the recurrence's initial and final states go through the stages of shared memory, as chunks do
   char *records, *q_tiles, *k_tiles;
   // Split sequences: the state that a segment reaches from nothing, and its transition, [segments, heads, 2, 128, 128];
   // then, in place of the former, the state that the segment starts from.

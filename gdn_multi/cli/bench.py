@@ -120,9 +120,10 @@ def run(args: argparse.Namespace) -> int:
         if args.page_size < 64 or args.page_size % 64:
             raise ValueError(f"--page-size must be a positive multiple of 64, got {args.page_size}")
         contenders = ours.contenders(_ours(args.ours, device), _names(args.variants))
+        cudnn_rows = None if args.cudnn_rows == "*" else _names(args.cudnn_rows)
+        theirs = peers.contenders(_names(args.peers), cudnn_rows)  # a misspelt name is refused without a GPU too
         if device.type == "cuda":
-            cudnn_rows = None if args.cudnn_rows == "*" else _names(args.cudnn_rows)
-            contenders += peers.contenders(_names(args.peers), cudnn_rows)
+            contenders += theirs
         elif args.peers != "none":
             print("peers need a GPU: only our own calls are measured", file=sys.stderr)
         patterns = args.rows or (list(rows.QUICK) if args.quick else [])
@@ -228,8 +229,11 @@ def _replay(args: argparse.Namespace) -> int:
             from ..bench.plot import pyplot
 
             pyplot()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"bench: {args.source} is no file of this command: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"bench: {args.source}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"bench: {args.source} is no file of this command: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -21,6 +21,9 @@ The column "bits" is a digest of all that a call wrote: the same digest means th
 machines. Exit code 1 when a backend is wrong, changes a state row that it must not, or fails.
 """
 
+FAULTY = "an entry of its page table or indices is out of range; GDN_MULTI_CHECK=1 names it where the call is made"
+INTERPRETER = "note: on a CPU triton is its interpreter, which refuses to prefill with bfloat16: take --dtype float16"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ..bench.standard import CALLS
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     facts = report.machine(device)
     timer = None if args.no_time else Timer(device, args.budget)
-    results = []
+    results, faulty = [], False
     print(f"{facts['device']}\n")
     backends = _usable(backends, device)
     if not backends:
@@ -98,6 +101,10 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:  # a part of the call that could not be saved
             print(f"compare: {name}: {error}", file=sys.stderr)
             return 2
+        except IndexError:  # a saved call with a faulty table or index; the next file may be sound
+            print(f"compare: {name}: not compared, {FAULTY}", file=sys.stderr)
+            faulty = True
+            continue
         except RuntimeError as error:
             print(f"compare: {name}: stopped, {str(error).splitlines()[0]}", file=sys.stderr)
             return 1
@@ -109,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             os.replace(f"{args.json}.part", args.json)
     if args.plot:
         _plot(args.plot, results, facts)
-    return 1 if any(result.is_wrong for result in results) else 0
+    return 1 if faulty or any(result.is_wrong for result in results) else 0
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -125,7 +132,10 @@ def _replay(args: argparse.Namespace) -> int:
             from ..bench.plot import pyplot
 
             pyplot()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        print(f"compare: {args.source}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"compare: {args.source} is no file of this command: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -150,9 +160,12 @@ def _usable(backends: list[str], device) -> list[str]:
             reasons = (str(error),)
         if not reasons:
             usable.append(name)
-        for reason in reasons:
-            print(f"{name} is not usable here: {reason}")
-    if len(usable) < len(backends):
+        else:
+            print(f"{name} is not usable here: " + "\n  ".join(reasons))
+    interpreted = device.type == "cpu" and "triton" in usable
+    if interpreted:
+        print(INTERPRETER)
+    if len(usable) < len(backends) or interpreted:
         print()
     return usable
 

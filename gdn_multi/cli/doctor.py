@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from gdn_multi import env
+from gdn_multi import __version__, env
 from gdn_multi.registry import registry
 
 from .table import format_table
@@ -76,6 +76,7 @@ def gather(device: str | None = None) -> dict:
     gpus = _gpus()
     found = {
         "machine": {
+            "gdn_multi": f"{__version__} ({Path(__file__).resolve().parents[1]})",  # a checkout hides the installed one
             "system": _system(),
             "processor": f"{_processor()}, {os.cpu_count()} cores",
             "python": f"{platform.python_version()} ({sys.executable})",
@@ -86,6 +87,7 @@ def gather(device: str | None = None) -> dict:
         "packages": {name: _package(name) for name in PACKAGES},
         "compilers": _compilers(),
         "device": str(chosen),
+        "device present": chosen.type != "cuda" or torch.cuda.is_available(),
         "backends": _backends(chosen),
         "variables": env.given((*env.VARIABLES, *FOREIGN_VARIABLES)),
         "bad_values": _bad_values(),
@@ -98,6 +100,8 @@ def gather(device: str | None = None) -> dict:
 def advice(found: dict) -> list[str]:
     """Sentences on what to do or to know, from what was gathered."""
     sentences = []
+    if not found["device present"]:
+        sentences.append(f"{found['device']} is not here: the answers leave out what only a GPU could say")
     if any(gpu["compute capability"] == "10.7" for gpu in found["machine"]["gpus"]):
         sentences.append(SM107)
     for name in found["unknown_variables"]:

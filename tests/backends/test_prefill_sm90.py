@@ -153,3 +153,77 @@ def test_prefill_split_where_one_head_forgets_and_another_does_not(backend):
     for head in range(2):
         assert relative(output[:, head], o[:, head]) < tolerances.prefill_output(BF16) / 2, head
         assert relative(final[0, head], states[0][-1, head]) < tolerances.prefill_state(BF16, F32) / 2, head
+
+
+SHORT = [200, 1, 0, 64, 0, 0, 3, 130, 0]  # a CTA takes many, some of no or one chunk; the first and the last but one may be split
+FIRST, NO_READ, NO_WRITE = 0, 1, 3
+POOLS = {"whole rows": 128, "rows apart": 132, "rows at any element": 129}  # floats from V row to V row; the last cannot be staged
+
+
+@pytest.mark.parametrize("dtype, way", ((BF16, "whole heads"), (BF16, "half heads"), (BF16, "segments"), (F16, "whole heads")))
+def test_prefill_states_of_short_sequences(backend, monkeypatch, dtype, way):
+    """Wherever a state comes from and goes to: the same bits, and those of the right sequence."""
+    backend.forced_path = Way(*WAYS[way], False)
+    torch.manual_seed(5)
+    tokens, seqs = sum(SHORT), len(SHORT)
+    q, k, v = torch.randn(tokens, 1, 128), torch.randn(tokens, 1, 128), torch.randn(tokens, 2, 128)
+    q, k, v = (q / q.norm(dim=-1, keepdim=True)).to(dtype), (k / k.norm(dim=-1, keepdim=True)).to(dtype), v.to(dtype)
+    inputs = dict(q=q, k=k, v=v, g=torch.rand(tokens, 2) * 0.1 + 0.9, beta=torch.rand(tokens, 2))
+    inputs.update(cu_seqlens=torch.tensor([0, *SHORT]).cumsum(0))
+    initial = torch.randn(seqs, 2, 128, 128)
+    if dtype == F16:
+        initial[6:] *= 1000  # rows that must shrink to be operands
+    initial[NO_READ] = 0
+    o, states = reference.prefill(**inputs, initial_state=initial)
+    wanted = [states[i][-1] if n else initial[i] for i, n in enumerate(SHORT)]
+
+    def call(multiprocessors, **given):
+        monkeypatch.setenv("EMULATED_MULTIPROCESSORS", str(multiprocessors))
+        return gdn_multi.chunk_gated_delta_rule(**inputs, **given, output_final_state=True, backend="cuda")
+
+    output, final = call(1, initial_state=initial)
+    for i, n in enumerate(SHORT):
+        rows = slice(*inputs["cu_seqlens"][i : i + 2].tolist())
+        if n:
+            assert relative(output[rows], o[rows]) < tolerances.prefill_output(dtype) / 2, i
+            assert relative(final[i], wanted[i]) < tolerances.prefill_state(dtype, F32) / 2, i
+        else:
+            assert torch.equal(final[i], initial[i]), i
+
+    # In a pool, in place; the sequences in the other order. The emulator runs one CTA behind the other, so that the second takes a
+    # first segment behind all that follows it: it must not find the final state where the initial one was.
+    read, write = torch.arange(seqs).flip(0), torch.arange(seqs).flip(0)
+    read[NO_READ], write[NO_WRITE] = -1, -1
+    for name, apart in POOLS.items():
+        pool = torch.full((seqs, 2, 128, apart), float("nan"))[..., :128]
+        pool[read[read >= 0]] = initial[read >= 0]
+        kept = [row for row in range(seqs) if row not in write or SHORT[seqs - 1 - row] == 0]
+        before = pool.clone()
+        again, _ = call(2, initial_state=pool, state_indices=read, output_state=pool, output_state_indices=write)
+        assert torch.equal(again, output), name
+        assert torch.equal(pool[kept].view(torch.int32), before[kept].view(torch.int32)), name
+        for i, n in enumerate(SHORT):
+            if n and i != NO_WRITE:
+                assert torch.equal(pool[write[i]], final[i]), (name, i)
+    # One of the two of another type.
+    rounded = torch.full((seqs, 2, 128, 128), float("nan")).to(BF16)
+    again, _ = call(2, initial_state=initial, output_state=rounded)
+    assert torch.equal(again, output)
+    for i, n in enumerate(SHORT):
+        assert torch.equal(rounded[i], final[i].to(BF16)) if n else rounded[i].isnan().all(), i
+
+
+def test_prefill_from_nothing(backend, monkeypatch):
+    """States from nowhere are zero, behind others in the same stages too; and stay away where they are not wanted."""
+    monkeypatch.setenv("EMULATED_MULTIPROCESSORS", "1")
+    backend.forced_path = Way(128, 0, False)
+    torch.manual_seed(6)
+    q, k, v = torch.randn(74, 1, 128), torch.randn(74, 1, 128), torch.randn(74, 1, 128)
+    inputs = dict(q=q.to(BF16), k=(k / k.norm(dim=-1, keepdim=True)).to(BF16), v=v.to(BF16), cu_seqlens=torch.tensor([0, 5, 5, 74]))
+    output, final = gdn_multi.chunk_gated_delta_rule(**inputs, output_final_state=True, backend="cuda")
+    o, states = reference.prefill(**inputs)
+    assert relative(output, o) < tolerances.prefill_output(BF16) / 2
+    for i in (0, 2):
+        assert relative(final[i], states[i][-1]) < tolerances.prefill_state(BF16, F32) / 2
+    assert (final[1] == 0).all()
+    assert torch.equal(gdn_multi.chunk_gated_delta_rule(**inputs, backend="cuda"), output)

@@ -408,6 +408,13 @@ def test_usable_where_it_can_run():
     assert TritonBackend().reasons_unusable(DEVICE) == ()
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="about the interpreter, which runs on a CPU")
+def test_the_interpreters_wrong_products_are_refused():
+    arguments = Tokens(Dims(2, 2, 8, 64, 64), (3,), device=DEVICE, dtype=BF16).arguments()
+    with pytest.raises(NotImplementedError, match="interpreter multiplies bfloat16 matrices wrongly"):
+        gdn_multi.chunk_gated_delta_rule(**arguments, backend="triton")
+
+
 # --- only compiled --------------------------------------------------------------------------------
 
 

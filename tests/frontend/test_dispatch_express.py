@@ -34,6 +34,13 @@ def test_an_equal_option_of_another_type_is_not_the_same(express):  # noqa: F811
         run(scale=True)
 
 
+@pytest.mark.parametrize("of_two", [torch.tensor([1.0, 2.0]), [1.0, 2.0]])
+def test_an_option_that_does_not_compare_is_refused_as_ever(express, of_two):  # noqa: F811
+    run(scale=1.0)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        run(scale=of_two)
+
+
 def test_calls_in_turn_stay_on_the_short_way(express):  # noqa: F811
     for _ in range(3):
         paged(True)
