@@ -56,7 +56,6 @@ LARGE_ROWS = (
     (F32, 16, 64, 32), (F32, 16, 64, 128), (F32, 16, 64, 256), (BF16, 16, 64, 32), (BF16, 16, 64, 128), (BF16, 16, 64, 256),
     (BF16, 16, 32, 128), (BF16, 2, 8, 256),
 )  # fmt: skip
-HOW = {1: "late", 2: "cached"}
 
 
 # --- the library ---------------------------------------------------------------------------------
@@ -139,11 +138,9 @@ class Decode:
             return "decode.cu" if variant else "heuristics"
         values = (ctypes.c_int * 5)()
         self.functions.gdn_describe_decode_plan(variant % 100, values)
-        tile, wide, warps, streaming, how = values
+        tile, wide, warps, streaming, cached = values
         streaming = variant >= 200 if variant >= 100 else streaming
-        words = [f"{tile >> 10}K{' wide' if wide else ''} w{warps}{' streaming' if streaming else ''}"]
-        words += [word for bit, word in HOW.items() if how & bit]
-        return ", ".join(words)
+        return f"{tile >> 10}K{' wide' if wide else ''} w{warps}{' streaming' if streaming else ''}{', cached' if cached else ''}"
 
 
 # --- calls ---------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200. Of their 132 points, up to 200,000 tokens, the choice is within 5% of the best path in 127 where the longest sequence is
-known, in 110 where it is not and prefixes may end anywhere; 0.7 and 4.5% in the mean, and at worst 24% (16/64 heads, one sequence of
-8191 tokens and 31 short ones: their last chunks, cut short, cost more than is counted here) and 2.8 times (one prompt of 60,000
-tokens and 31 short ones, taken for 32 alike).
+on an H200. Of their points, up to 200,000 tokens, the choice is within 5% of the best path in 126 of 131 where the longest sequence
+is known, in 110 of 132 where it is not and prefixes may end anywhere; 0.7 and 4.5% in the mean. At worst it takes 24% more (16/64
+heads, one sequence of 8191 tokens and 31 short ones: their last chunks, cut short, cost more than is counted here) and 3.8 times
+as long (8 heads, one prompt of 131,071 tokens and 31 short ones, taken for 32 alike).
 """
 
 from __future__ import annotations

@@ -263,17 +263,17 @@ struct Inputs {
 // --- the kernel --------------------------------------------------------------------------------------------------------------
 
 // CTAs of four warps a multiprocessor that registers are budgeted for: as many as do without spilling.
-template <class T, int HOW>
+// Late: stores when all of a tile is computed, not as soon as its rows are.
+template <class T, bool LATE>
 constexpr int kResident = (T::passes * T::pieces > 8 ? 4 : T::segments == 4 ? 8 : T::segments == 2 ? 6 : 5) -
-                          ((HOW & kLate) != 0 && T::size == 8 ? 2 : 0);
+                          (LATE && T::size == 8 ? 2 : 0);
 
 // Grid: x = tiles of a sequence, a warp each; y and z = sequence.
-template <class State, int K, int ROWS, bool WIDE, int HOW>
-__global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, WIDE>, HOW>))
+template <class State, int K, int ROWS, bool WIDE, bool CACHED, bool LATE>
+__global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, WIDE>, LATE>))
     decode_tile(const __grid_constant__ DecodeParams p, const __grid_constant__ Work w) {
   using T = Tile<State, K, ROWS, WIDE>;
   constexpr int E = T::elements, N = T::together;
-  constexpr bool kIsLate = (HOW & kLate) != 0;
   const int lane = int(threadIdx.x % 32);
   const int b = int(blockIdx.z) * kMaxGrid + int(blockIdx.y);
   const int tile = int(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
 #pragma unroll
   for (int r = 0; r < T::passes; r++)
 #pragma unroll
-    for (int i = 0; i < T::pieces; i++) raw[r][i] = load_tile<(HOW & kCached) != 0>(from + T::place(r, i, lane), live);
+    for (int i = 0; i < T::pieces; i++) raw[r][i] = load_tile<CACHED>(from + T::place(r, i, lane), live);
 
   const Inputs<T> inputs(token, p, lane);
   auto* to = reinterpret_cast<char*>(static_cast<State*>(p.state.data) + rows.write() * p.state.row + offset);
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
       for (int i = 0; i < T::pieces; i++) {
         const uint4 piece = pack<State>(&s[n][i * T::size]);
         const int at = T::place(first + n, i, lane);
-        if constexpr (kIsLate) {
+        if constexpr (LATE) {
           raw[first + n][i] = piece;
           pin(raw[first + n][i]);
         } else {
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kMaxThreads, (kResident<Tile<State, K, ROWS, W
       if (live && lane % T::lanes == first + n) output = sum;
     }
   }
-  if constexpr (kIsLate) {
+  if constexpr (LATE) {
 #pragma unroll
     for (int r = 0; r < T::passes; r++)
 #pragma unroll
@@ -361,7 +361,7 @@ struct Call {
   bool streaming;
   cudaStream_t stream;
 
-  template <class State, int K, int ROWS, bool WIDE, int HOW = 0>
+  template <class State, int K, int ROWS, bool WIDE, bool CACHED = false, bool LATE = false>
   bool launch() const {
     using T = Tile<State, K, ROWS, WIDE>;
     Work w{};
@@ -370,7 +370,7 @@ struct Call {
     w.streaming = streaming;
     const unsigned x = unsigned(((p.heads << w.part_shift) + plan.warps - 1) / plan.warps);
     const unsigned y = unsigned(p.batch < kMaxGrid ? p.batch : kMaxGrid), z = unsigned((p.batch + kMaxGrid - 1) / kMaxGrid);
-    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE, HOW>), dim3(x, y, z), dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
+    GDN_LAUNCH((decode_tile<State, K, ROWS, WIDE, CACHED, LATE>), dim3(x, y, z), dim3(unsigned(plan.warps * 32)), 0, stream, p, w);
     return true;
   }
 
@@ -380,7 +380,7 @@ struct Call {
     // Heads of 64 columns are served, not tuned for.
     if (p.head_size_k == 64) return launch<State, 64, 4 * kRows, false>();
     // Through L1 only wide tiles of 4 KB are compiled.
-    if (plan.how == kCached) return launch<State, 128, 4 * kRows, true, sizeof(State) == 4 ? kCached | kLate : kCached>();
+    if (plan.cached) return launch<State, 128, 4 * kRows, true, true, sizeof(State) == 4>();
     switch (plan.tile_bytes) {
       case 1024:
         return plan.wide ? launch<State, 128, kRows, true>() : launch<State, 128, kRows, false>();

@@ -10,7 +10,7 @@ struct DecodePlan {
   bool wide;       // a load takes 512 contiguous bytes, not four rows by 128
   int warps;       // a CTA
   bool streaming;  // stores
-  int how = 0;     // sm90_how.h
+  bool cached = false;  // loads go by way of L1
 };
 
 constexpr int kDecodeByHeuristics = 0;

@@ -1,12 +1,11 @@
 // Which plan a call of sm90_decode.cu takes. benchmarks/check_decode.py times them all.
 #pragma once
 #include "sm90_decode.h"
-#include "sm90_how.h"
 
 namespace gdn {
 
 constexpr DecodePlan kDecodePlans[] = {
-    // tile wide warps streaming
+    // tile wide warps streaming cached
     {4096, false, 1, false},  // 1
     {4096, true, 1, false},   // 2
     {8192, false, 1, false},  // 3
@@ -17,7 +16,7 @@ constexpr DecodePlan kDecodePlans[] = {
     {4096, true, 4, false},   // 8
     {1024, false, 2, false},  // 9 (of float32 2 KB: no narrow tile is smaller)
     {1024, true, 2, false},   // 10
-    {4096, true, 1, false, kCached},  // 11 (of float32 with late stores)
+    {4096, true, 1, false, true},  // 11 (of float32 with late stores)
 };
 constexpr int kDecodePlanCount = sizeof(kDecodePlans) / sizeof(kDecodePlans[0]);
 

@@ -34,9 +34,9 @@ GDN_EXPORT int gdn_decode_plans() { return gdn::kDecodePlanCount; }
 GDN_EXPORT int gdn_decode_plan(long long bytes, int size, int multiprocessors) {
   return gdn::decode_plan(bytes, size, multiprocessors);
 }
-// tile bytes, wide, warps, streaming, how
+// tile bytes, wide, warps, streaming, cached
 GDN_EXPORT void gdn_describe_decode_plan(int variant, int* out) {
   const gdn::DecodePlan& plan = gdn::kDecodePlans[variant - 1];
   out[0] = plan.tile_bytes, out[1] = plan.wide, out[2] = plan.warps, out[3] = plan.streaming;
-  out[4] = plan.how;
+  out[4] = plan.cached;
 }
