@@ -9,6 +9,7 @@ compared to the bit. Times are of CUDA graphs, replayed with the L2 flushed befo
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -21,6 +22,7 @@ from gdn_multi.backends.cuda import CudaBackend  # noqa: E402
 
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
+from gdn_multi.bench.timing import Timer  # noqa: E402
 from gdn_multi.request import DecodeRequest, PageTable, PrefillRequest, SlotsRequest  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -49,29 +51,17 @@ def nan(*shape, dtype):
     return torch.full(shape, float("nan"), device=DEVICE, dtype=F32).to(dtype)
 
 
+@functools.cache
+def timer(repetitions: int) -> Timer:
+    return Timer(DEVICE, 0.0, fewest=repetitions)
+
+
 def flushed_median_us(call, repetitions: int = 30) -> float:
     """Median time of ``call`` replayed from a CUDA graph with a cold L2."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repetitions):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in times) * 1e3
+    timing = timer(repetitions).time(call)
+    if not timing.graph:
+        raise RuntimeError(timing.note)
+    return timing.ms * 1e3
 
 
 # --- decode --------------------------------------------------------------------------------------

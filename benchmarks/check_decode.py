@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +34,7 @@ from gdn_multi.backends.cuda import build  # noqa: E402
 
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
+from gdn_multi.bench.timing import Timer  # noqa: E402
 from gdn_multi.layout import csrc_dir  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -293,30 +294,18 @@ def check(decode, plans):
 # --- times ---------------------------------------------------------------------------------------
 
 
+@functools.cache
+def timer(repetitions) -> Timer:
+    return Timer(torch.device("cuda", torch.cuda.current_device()), 0.0, fewest=repetitions)
+
+
 def medians(calls, repetitions=15):
     """Median us of each call, replayed from a CUDA graph with a cold L2; the calls take turns."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    stream, graphs = torch.cuda.Stream(), []
-    for call in calls:
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        graph.replay()
-        graphs.append(graph)
-    times = [[] for _ in calls]
-    for _ in range(repetitions):
-        for graph, mine in zip(graphs, times):
-            flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            mine.append((start, end))
-    torch.cuda.synchronize()
-    return [statistics.median(start.elapsed_time(end) for start, end in mine) * 1e3 for mine in times]
+    timings = timer(repetitions).in_turns(calls)
+    for timing in timings:
+        if not timing.graph:
+            raise RuntimeError(timing.note)
+    return [timing.ms * 1e3 for timing in timings]
 
 
 def cells(values, moved, best):

@@ -12,6 +12,7 @@ flushed before each replay; medians. --full times every path of every row; other
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import statistics
@@ -25,6 +26,7 @@ from gdn_multi.backends.cuda import CudaBackend, build  # noqa: E402
 from gdn_multi.backends.cuda.prefill_heuristics import PORTABLE, Path, estimate, fastest  # noqa: E402
 
 from gdn_multi import reference  # noqa: E402
+from gdn_multi.bench.timing import Timer  # noqa: E402
 from gdn_multi.request import PrefillRequest  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -399,29 +401,18 @@ BEST = {
     8: (0.066, 0.116, 0.238, 0.241, 0.274, 0.092, 0.056, 0.045), 16: (0.083, 0.150, 0.397, 0.392, 0.366, 0.100, 0.061, 0.081),
     32: (0.094, 0.231, 0.689, 0.717, 0.393, 0.107, 0.114, 0.148), 64: (0.101, 0.368, 1.435, 1.268, 0.812, 0.205, 0.219, 0.278),
 }  # fmt: skip
-FLUSH = []
+
+
+@functools.cache
+def timer(repetitions: int) -> Timer:
+    return Timer(DEVICE, 0.0, fewest=repetitions)
 
 
 def median_us(call, repetitions: int = 9) -> float:
-    if not FLUSH:
-        FLUSH.append(torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(repetitions + 1):
-        FLUSH[0].zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in times[1:]) * 1e3
+    timing = timer(repetitions).time(call)
+    if not timing.graph:
+        raise RuntimeError(timing.note)
+    return timing.ms * 1e3
 
 
 def timed_request(lengths, heads, **options):

@@ -54,18 +54,20 @@ def decode_calls(backend: str, B: int, hq: int, hv: int, steps: bool, dtype=torc
         q, k, v, A_log, a, dt_bias, b, state_pool=pool, page_indices=indices, page_indptr=indptr, last_page_len=last,
         slots=slots, backend=backend,
     )  # fmt: skip
-    if steps:  # out of the short way in gdn_multi/dispatch.py, whose newest record is that of the call above
-        ((record, *_),) = dispatch._express["gated_delta_rule_decode_paged"].values()
-        *_, allocate, again, _ = record
-        output, options = allocate(), (None, True, None, backend)
+    if steps:  # out of the short way in gdn_multi/dispatch.py, whose newest is that of the call above
+        newest, options = dispatch.short_ways["gated_delta_rule_decode_paged"].newest, (None, True, None, backend)
         tensors = (q, k, v, A_log, a, dt_bias, b, pool, read, write, None, None, None, None)
-        yield "  of it the short way", lambda: dispatch.express_decode(record[-1].function, options, None, tensors)
-        yield "  comparison and launch", lambda: again(*tensors, output)
-        yield "  comparison alone", lambda: again(*tensors, pool)
-        yield "  output", allocate
+        new, given, wrong = ((*options, output, *tensors) for output in (None, torch.empty_like(v), pool))
+        quick = getattr(dispatch._allocators, "_empty_strided_cuda", None)
+        yield "  of it the short way", lambda: newest(new)
+        yield "  output given", lambda: newest(given)
+        yield "  all but the launch", lambda: newest(wrong)
+        if quick is not None:
+            yield "  output", lambda: quick((B, 1, hv, 128), (hv * 128, hv * 128, 128, 1), dtype)
         yield "  (by torch.empty_like)", lambda: torch.empty_like(v)
         yield "  environment", env.deciding
         yield "  sign of a tensor", A_log.is_neg
+        yield "  mode of autograd", torch.is_grad_enabled
         yield "  shape of a tensor", lambda: v.shape
         yield "  nothing", lambda: None
     yield "paged decode, page table", lambda: paged(

@@ -1,24 +1,32 @@
 """gdn_multi.warmup, and after it a mixed day of a model's calls that must compile and load nothing more.
 
     python benchmarks/warmup_day.py [--backends cuda,triton] [--heads 4/16] [--batch 64] [--tokens 8192] [--steps 4]
+    python benchmarks/warmup_day.py --backends cuda --rows few       a short day: not all batch sizes and lengths
 
 The day: prefill and decode in every form that the warm-up knows (a state a sequence, a pool and rows, pages, slots,
 with and without initial states, as a model makes the call or plain), batch sizes and lengths that it did not try,
 ragged batches with empty sequences and prefixes that end anywhere, one to --steps tokens a decode, and CUDA graphs
 replayed with other pages and lengths; then a shorter day with q, k and v as views of one projection.
 gdn_multi.compilations() counts; each call that moves it is named, and the exit status is 1.
+
+Every part is printed when it ends, seconds since the start first, so that a run that was cut off shows how far it came.
+The warm-up is the same for every --rows. --no-views leaves the views out of it, and their day: far fewer kernels where
+strides are compiled in, as Triton's are. --batch, --tokens and --steps shorten it too, as they do for a smaller model.
 --device cpu tries the script with the torch backend.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import random
-import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+
+START = time.perf_counter()  # importing torch is part of what a run takes
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from functools import partial  # noqa: E402
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
@@ -30,6 +38,10 @@ import gdn_multi  # noqa: E402
 Named = tuple[str, Callable[[], object]]
 
 
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - START:7.1f} s  {text}", flush=True)
+
+
 class Day:
     """Calls of one model on one backend."""
 
@@ -37,6 +49,7 @@ class Day:
         self.backend, self.device, self.page = backend, args.device, args.page_size
         self.hq, self.hv = (int(n) for n in args.heads.split("/"))
         self.d, self.batch, self.tokens, self.steps = args.head_size, args.batch, args.tokens, args.steps
+        self.few = args.rows == "few"
         self.random = random.Random(0)
 
     def rand(self, *shape, dtype=torch.bfloat16):
@@ -196,7 +209,7 @@ class Day:
         graph.replay()
         torch.cuda.synchronize()
 
-    def calls(self, views: bool) -> Iterator[Named]:
+    def parts(self, views: bool) -> Iterator[tuple[str, Iterator[Named]]]:
         most, batch = self.tokens, self.batch
         batches = sorted({1, 2, 3, 7, 16, batch // 2 + 1, batch - 1, batch})
         ragged = [most // 2 + 13, 1, 0, most // 10]
@@ -204,28 +217,35 @@ class Day:
             [1], [63], [65], [100], [most // 10 + 1], [most - 1], [most], [most // 2] * 2, [1] * 3, ragged,
             [most // batch] * batch, [most // 2] + [2] * (batch - 4), [most // 3, most // 3 + 1, 17],
         ]  # fmt: skip
-        if views:
+        if views or self.few:
             batches, lengths = [3, batch], [[100], ragged]
+        if self.few and not views:
+            lengths += [[most], [most // batch] * batch]
         for n in batches:
-            yield from self.decode(n, 1, views)
-            for steps in range(2, self.steps + 1):
-                yield from self.decode(n, steps, views)
+            for steps in range(1, self.steps + 1):
+                yield f"decode, {n} sequences, {steps} tokens", self.decode(n, steps, views)
         for some in lengths:
-            yield from self.prefill(some, views)
+            text = f"prefill, {len(some)} sequences, {sum(some)} tokens, longest {max(some)}"
+            yield text, self.prefill(some, views)
 
 
 def live(day: Day, views: bool) -> tuple[int, list[str], tuple[float, str]]:
     """How many calls, what the calls that compiled say, and the slowest call."""
     count, compiling, slowest = 0, [], (0.0, "")
-    for name, call in day.calls(views):
-        before, start = gdn_multi.compilations(), time.perf_counter()
-        call()
-        seconds, made = time.perf_counter() - start, gdn_multi.compilations() - before
-        count, slowest = count + 1, max(slowest, (seconds, name))
-        if made:
-            compiling.append(f"{made} in {name} ({seconds:.2f} s)")
-    if day.device == "cuda":
-        torch.cuda.synchronize()
+    for part, calls in day.parts(views):
+        began, so_far = time.perf_counter(), count
+        for name, call in calls:
+            before, start = gdn_multi.compilations(), time.perf_counter()
+            call()
+            seconds, made = time.perf_counter() - start, gdn_multi.compilations() - before
+            count, slowest = count + 1, max(slowest, (seconds, name))
+            if made:
+                compiling.append(f"{made} in {name} ({seconds:.2f} s)")
+                say(f"{day.backend}: compiled {compiling[-1]}")
+        if day.device == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        say(f"{day.backend}: {part}{', views' if views else ''}: {count - so_far} calls, {took:.2f} s")
     return count, compiling, slowest
 
 
@@ -238,34 +258,42 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=4, help="most tokens a sequence of one decode call")
     parser.add_argument("--page-size", type=int, default=512)
+    parser.add_argument("--rows", default="all", choices=("all", "few"), help="batch sizes and lengths of the day")
+    parser.add_argument("--no-views", action="store_true", help="neither warm up nor call with views of one projection")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args()
     names = ("torch",) if args.device == "cpu" else tuple(args.backends.split(","))
     hq, hv = (int(n) for n in args.heads.split("/"))
     card = torch.cuda.get_device_name(0) if args.device == "cuda" else "CPU"
-    print(f"{card}, torch {torch.__version__}; {hq}/{hv} heads of {args.head_size}", flush=True)
-    report = gdn_multi.warmup(
-        num_q_heads=hq, num_v_heads=hv, head_size_k=args.head_size, max_batch=args.batch, max_tokens=args.tokens,
-        max_decode_tokens=args.steps, page_size=args.page_size, backends=names, device=torch.device(args.device),
-    )  # fmt: skip
-    print(f"warmup: {report.seconds:.1f} s, {report.calls} calls, {report.compilations} compiled or loaded")
-    missing = set(names) - set(report.backends)
+    say(f"{card}, torch {torch.__version__}; {hq}/{hv} heads of {args.head_size}")
+    usable = []
+    for name in names:  # one after the other, as one call for all of them does it, to see what each takes
+        report = gdn_multi.warmup(
+            num_q_heads=hq, num_v_heads=hv, head_size_k=args.head_size, max_batch=args.batch, max_tokens=args.tokens,
+            max_decode_tokens=args.steps, page_size=args.page_size, backends=(name,), fused_qkv=not args.no_views,
+            device=torch.device(args.device), progress=lambda text: say(f"warm-up: {text}"),
+        )  # fmt: skip
+        usable += report.backends
+    missing = set(names) - set(usable)
     if missing:
-        print(f"not usable here: {', '.join(sorted(missing))}")
+        say(f"not usable here: {', '.join(sorted(missing))}")
     failed = bool(missing)
-    print(f"{'backend':8} {'day':24} {'calls':>5} {'compiled':>8} {'seconds':>8}  slowest call", flush=True)
+    lines = [f"{'backend':8} {'day':24} {'calls':>5} {'compiled':>8} {'seconds':>8}  slowest call"]
     with torch.no_grad():
-        for name in report.backends:
-            for views in (False, True):
+        for name in usable:
+            for views in (False,) if args.no_views else (False, True):
                 start = time.perf_counter()
                 count, compiling, (seconds, slowest) = live(Day(args, name), views)
                 what = "views of one projection" if views else "as warmed up"
-                print(f"{name:8} {what:24} {count:5} {len(compiling):8} {time.perf_counter() - start:8.1f}  "
-                      f"{seconds * 1e3:.1f} ms, {slowest}", flush=True)  # fmt: skip
-                for line in compiling:
-                    print(f"    compiled {line}")
+                lines.append(f"{name:8} {what:24} {count:5} {len(compiling):8} {time.perf_counter() - start:8.1f}  "
+                             f"{seconds * 1e3:.1f} ms, {slowest}")  # fmt: skip
+                say(" ".join(lines[-1].split()))
+                lines += [f"    compiled {line}" for line in compiling]
                 failed |= bool(compiling)
-    print("FAILED" if failed else "nothing was compiled after the warm-up")
+    print("\n".join(lines))
+    limits = ["a few of the rows"] * (args.rows == "few") + ["no views"] * args.no_views
+    limited = f" ({', '.join(limits)})" if limits else ""
+    print(("FAILED" if failed else "nothing was compiled after the warm-up") + limited, flush=True)
     return 1 if failed else 0
 
 

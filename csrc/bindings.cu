@@ -11,8 +11,48 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "common/params.h"
+
+// The little that is used of Python, of its stable interface. Weak: this library is not linked to one and loads without.
+extern "C" {
+struct PyObject;
+struct PyMethodDef {
+  const char* name;
+  PyObject* (*function)(PyObject* self, PyObject* argument);
+  int flags;
+  const char* doc;
+};
+#define GDN_PYTHON(declaration) extern declaration __attribute__((weak))
+GDN_PYTHON(PyObject _Py_NoneStruct);
+GDN_PYTHON(PyObject _Py_FalseStruct);
+GDN_PYTHON(PyObject _Py_TrueStruct);
+GDN_PYTHON(PyObject* PyExc_RuntimeError);
+GDN_PYTHON(void Py_IncRef(PyObject*));
+GDN_PYTHON(void Py_DecRef(PyObject*));
+GDN_PYTHON(void PyErr_Clear());
+GDN_PYTHON(void PyErr_SetString(PyObject* type, const char* message));
+GDN_PYTHON(void* PyEval_SaveThread());
+GDN_PYTHON(void PyEval_RestoreThread(void*));
+GDN_PYTHON(std::ptrdiff_t PyTuple_Size(PyObject*));
+GDN_PYTHON(PyObject* PyTuple_GetItem(PyObject*, std::ptrdiff_t));  // borrowed
+GDN_PYTHON(PyObject* PyDict_GetItemWithError(PyObject*, PyObject* key));  // borrowed; null without an error where there is none
+GDN_PYTHON(int PyList_Append(PyObject*, PyObject*));
+GDN_PYTHON(PyObject* PyObject_Type(PyObject*));
+GDN_PYTHON(int PyObject_IsTrue(PyObject*));
+GDN_PYTHON(int PyObject_RichCompareBool(PyObject*, PyObject*, int how));
+GDN_PYTHON(PyObject* PyObject_GetAttr(PyObject*, PyObject* name));
+GDN_PYTHON(int PyObject_SetAttr(PyObject*, PyObject* name, PyObject* value));
+GDN_PYTHON(PyObject* PyObject_CallObject(PyObject*, PyObject* arguments));
+GDN_PYTHON(PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...));
+GDN_PYTHON(PyObject* PyCapsule_New(void*, const char* name, void (*destructor)(PyObject*)));
+GDN_PYTHON(void* PyCapsule_GetPointer(PyObject*, const char* name));
+GDN_PYTHON(PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module));
+#undef GDN_PYTHON
+}
 
 namespace gdn {
 namespace {
@@ -20,6 +60,8 @@ namespace {
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 using MaybeTensor = Optional<TensorView>;
+
+constexpr int kPyEqual = 2, kPyOneArgument = 8;  // Py_EQ, METH_O
 
 #define GDN_REQUIRE(condition) \
   if (!(condition)) TVM_FFI_THROW(ValueError)
@@ -236,12 +278,14 @@ DecodeParams decode_params(const Call& call, TensorView q, TensorView k, TensorV
   return p;
 }
 
-void run_decode(const Call& call, const DecodeParams& p, cudaStream_t stream) {
+void launch_on(const Call& call, const DecodeParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.tokens == 0) return;
-  guarded([&] {
-    const DeviceGuard guard(call.device.device_id);
-    launch_decode(p, stream);
-  });
+  const DeviceGuard guard(call.device.device_id);
+  launch_decode(p, stream);
+}
+
+void run_decode(const Call& call, const DecodeParams& p, cudaStream_t stream) {
+  guarded([&] { launch_on(call, p, stream); });
 }
 
 void decode(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias, TensorView b,
@@ -264,27 +308,31 @@ DLTensor record_of(const TensorView& x) {
 
 // What a later call must share with an accepted one for nothing but addresses to change.
 struct Signature {
+  static constexpr int kMostDims = 5;
   bool given = false;
   int32_t ndim = 0;
   DLDataType dtype{};
   DLDevice device{};
-  int64_t sizes[5] = {}, strides[5] = {};
+  int64_t sizes[kMostDims] = {}, strides[kMostDims] = {};
   uintptr_t misalignment = 0;
 
   Signature() = default;
   explicit Signature(const DLTensor& x)
       : given(true), ndim(x.ndim), dtype(x.dtype), device(x.device), misalignment(address_of(x) % 16) {
-    std::copy_n(x.shape, std::min(ndim, 5), sizes);
-    std::copy_n(x.strides, std::min(ndim, 5), strides);
+    std::copy_n(x.shape, std::min(ndim, kMostDims), sizes);
+    std::copy_n(x.strides, std::min(ndim, kMostDims), strides);
   }
 
-  bool fits(const DLTensor& x) const {
-    return given && x.ndim == ndim && x.dtype.code == dtype.code && x.dtype.bits == dtype.bits && x.dtype.lanes == dtype.lanes &&
-           x.device.device_type == device.device_type && x.device.device_id == device.device_id &&
-           address_of(x) % 16 == misalignment && std::equal(sizes, sizes + ndim, x.shape) && same_strides(x);
-  }
+  bool fits(const DLTensor& x) const { return of_kind(x) && address_of(x) % 16 == misalignment && same_strides(x); }
+  // Addresses aside, and to the last stride.
+  bool is(const DLTensor& x) const { return of_kind(x) && std::equal(strides, strides + ndim, x.strides); }
 
  private:
+  bool of_kind(const DLTensor& x) const {
+    return given && x.ndim == ndim && x.dtype.code == dtype.code && x.dtype.bits == dtype.bits && x.dtype.lanes == dtype.lanes &&
+           x.device.device_type == device.device_type && x.device.device_id == device.device_id &&
+           std::equal(sizes, sizes + ndim, x.shape);
+  }
   // Where there is but one element, a stride may be anything and means nothing.
   bool same_strides(const DLTensor& x) const {
     for (int i = 0; i < ndim; i++)
@@ -311,67 +359,6 @@ struct AcceptedDecode {
   }
 };
 
-// What the short way needs of Python, handed over by `read_objects_with`: this library is not linked to one.
-struct Python {
-  const DLPackExchangeAPI* torch = nullptr;
-  void* none = nullptr;
-  void* (*item)(void* tuple, std::ptrdiff_t i) = nullptr;  // PyTuple_GetItem
-  void (*clear_error)() = nullptr;                         // PyErr_Clear
-  void* (*release_lock)() = nullptr;                       // PyEval_SaveThread
-  void (*take_lock)(void*) = nullptr;                      // PyEval_RestoreThread
-} python;
-
-// Whether the functions that decode_again makes may be given the address of a tuple.
-bool read_objects_with(int64_t torch, int64_t none, int64_t item, int64_t clear_error, int64_t release_lock, int64_t take_lock) {
-  const auto* api = reinterpret_cast<const DLPackExchangeAPI*>(torch);
-  if (api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr ||
-      api->current_work_stream == nullptr)
-    return false;
-  python = {api, reinterpret_cast<void*>(none), reinterpret_cast<decltype(Python::item)>(item),
-            reinterpret_cast<decltype(Python::clear_error)>(clear_error),
-            reinterpret_cast<decltype(Python::release_lock)>(release_lock), reinterpret_cast<decltype(Python::take_lock)>(take_lock)};
-  return true;
-}
-
-// Other threads may run Python while this one launches: a launch waits when many are queued.
-struct LockReleased {
-  void* thread = python.release_lock();
-  LockReleased() = default;
-  LockReleased(const LockReleased&) = delete;
-  ~LockReleased() { python.take_lock(thread); }
-};
-
-// Torch fills in a record on the stack. As an argument of its own each tensor, ten to thirteen of them, would cost TVM FFI a
-// counted copy of that record, a tenth of a microsecond or two.
-bool run_again_with_objects(const AcceptedDecode& accepted, void* tuple) {
-  std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
-  for (int i = 0; i < AcceptedDecode::kTensors; i++) {
-    const Signature& wanted = accepted.signatures[i];
-    void* const object = python.item(tuple, i);
-    DLTensor x;
-    if (object == python.none) {
-      if (wanted.given) return false;
-      continue;
-    }
-    if (object == nullptr || python.torch->dltensor_from_py_object_no_sync(object, &x) != 0) {  // no tensor
-      python.clear_error();
-      return false;
-    }
-    if (!wanted.fits(x)) return false;  // nor does it where none was given
-    addresses[i] = std::max<uintptr_t>(address_of(x), alignof(int64_t));  // null says "not given", and a tensor may be empty
-  }
-  const DLDevice device = accepted.call.device;
-  void* stream = nullptr;
-  if (device.device_type != kDLCPU && python.torch->current_work_stream(device.device_type, device.device_id, &stream) != 0) {
-    python.clear_error();
-    return false;
-  }
-  const DecodeParams p = accepted.with(addresses);
-  const LockReleased released;
-  run_decode(accepted.call, p, static_cast<cudaStream_t>(stream));
-  return true;
-}
-
 bool run_again(const AcceptedDecode& accepted, tvm::ffi::PackedArgs tensors) {
   std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
   if (tensors.size() != AcceptedDecode::kTensors) return false;
@@ -388,13 +375,10 @@ bool run_again(const AcceptedDecode& accepted, tvm::ffi::PackedArgs tensors) {
   return true;
 }
 
-// A function for decode calls like this one: it serves a call whose tensors are of the same kind and returns true, or
-// returns false. It takes the 15 tensors, None for those not given; or the address of a tuple of them, with Python's lock held.
-// The call itself is not run.
-tvm::ffi::Function decode_again(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias,
-                                TensorView b, TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps,
-                                MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output,
-                                double scale, bool l2norm, bool update_state) {
+AcceptedDecode accept(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias, TensorView b,
+                      TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
+                      MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale, bool l2norm,
+                      bool update_state) {
   const Call call(q, "q");
   AcceptedDecode accepted{call, decode_params(call, q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
                                               page_indptr, last_page_len, output, scale, l2norm, update_state), {}};
@@ -402,12 +386,315 @@ tvm::ffi::Function decode_again(TensorView q, TensorView k, TensorView v, Tensor
                                  last_page_len, output};
   for (int i = 0; i < AcceptedDecode::kTensors; i++)
     if (tensors[i].has_value()) accepted.signatures[i] = Signature(record_of(*tensors[i]));
-  return tvm::ffi::Function::FromPacked([accepted](tvm::ffi::PackedArgs args, tvm::ffi::Any* served) {
-    if (args.size() == 1)
-      *served = run_again_with_objects(accepted, reinterpret_cast<void*>(args[0].cast<int64_t>()));
-    else
-      *served = run_again(accepted, args);
-  });
+  return accepted;
+}
+
+// A function of the 15 tensors of a later call, None for those not given: it serves a call whose tensors are of the same kind and
+// returns true, or returns false. The call itself is not run.
+tvm::ffi::Function decode_again(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias,
+                                TensorView b, TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps,
+                                MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output,
+                                double scale, bool l2norm, bool update_state) {
+  const AcceptedDecode accepted = accept(q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                         page_indptr, last_page_len, output, scale, l2norm, update_state);
+  return tvm::ffi::Function::FromPacked(
+      [accepted](tvm::ffi::PackedArgs args, tvm::ffi::Any* served) { *served = run_again(accepted, args); });
+}
+
+// --- decode calls like an accepted one, as a function of Python's own ----------------------------------------------------
+//
+// The whole short way of gdn_multi/dispatch.py in one built-in function: a call of it costs no frame, no conversion of arguments,
+// and of a tensor no more than torch's filling in of a record on the stack. And what may be done so of any call: the comparison.
+
+const DLPackExchangeAPI* torch_api = nullptr;
+
+// Whether decode_short and arguments_like may be used, which need torch's exchange interface at this address and a Python that
+// exports its symbols.
+bool read_objects_with(int64_t torch) {
+  const auto* api = reinterpret_cast<const DLPackExchangeAPI*>(torch);
+  if (api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr ||
+      api->current_work_stream == nullptr || &PyTuple_GetItem == nullptr)
+    return false;
+  torch_api = api;
+  return true;
+}
+
+// Other threads may run Python while this one launches: a launch waits when many are queued.
+struct LockReleased {
+  void* thread = PyEval_SaveThread();
+  LockReleased() = default;
+  LockReleased(const LockReleased&) = delete;
+  ~LockReleased() { PyEval_RestoreThread(thread); }
+};
+
+bool is_none(PyObject* x) { return x == &_Py_NoneStruct; }
+
+// A reference that is let go of.
+struct Owned {
+  PyObject* object;
+  explicit Owned(PyObject* object) : object(object) {}
+  Owned(const Owned&) = delete;
+  ~Owned() { Py_DecRef(object); }  // null is fine
+  PyObject* release() { return std::exchange(object, nullptr); }
+};
+
+bool is_true(PyObject* result) {
+  const Owned owned(result);
+  return result == nullptr || PyObject_IsTrue(result) != 0;  // an error: whatever is asked here speaks against the short way
+}
+
+// Whether an option or other scalar is what it was: types first, since values of others may not even compare.
+bool equal(PyObject* given, PyObject* wanted) {
+  if (given == wanted) return true;
+  const Owned type(PyObject_Type(given)), wanted_type(PyObject_Type(wanted));
+  return type.object == wanted_type.object && PyObject_RichCompareBool(given, wanted, kPyEqual) == 1;
+}
+
+// torch fills in a record on the stack; false with an error set: no tensor.
+bool read_tensor(PyObject* object, DLTensor* x) { return torch_api->dltensor_from_py_object_no_sync(object, x) == 0; }
+
+PyObject* nothing(PyObject* what) {
+  PyErr_Clear();
+  Py_IncRef(what);
+  return what;
+}
+
+// dispatch.Surroundings: what must be as it was besides a call's arguments. Its items, in their order; a reference is held.
+struct Surroundings {
+  enum Item { kEnvironment, kNames, kValues, kGradEnabled, kRequiresGrad, kIsNeg, kItems };
+  static constexpr int kVariables = 7;
+  PyObject* tuple;
+  PyObject *item[kItems], *name[kVariables], *value[kVariables];
+
+  explicit Surroundings(PyObject* tuple) : tuple(tuple) {
+    Py_IncRef(tuple);
+    for (int i = 0; i < kItems; i++) item[i] = PyTuple_GetItem(tuple, i);
+    for (int i = 0; i < kVariables; i++) name[i] = PyTuple_GetItem(item[kNames], i), value[i] = PyTuple_GetItem(item[kValues], i);
+  }
+  ~Surroundings() { Py_DecRef(tuple); }
+  Surroundings(const Surroundings&) = delete;
+
+  bool same_variables() const {
+    for (int i = 0; i < kVariables; i++) {
+      PyObject* const set = PyDict_GetItemWithError(item[kEnvironment], name[i]);
+      if (set == nullptr ? !is_none(value[i]) : PyObject_RichCompareBool(set, value[i], kPyEqual) != 1) return false;
+    }
+    return true;
+  }
+  bool is_tensor(PyObject* object) const { return Owned(PyObject_GetAttr(object, item[kRequiresGrad])).object != nullptr; }
+  bool grad_enabled() const { return is_true(PyObject_CallObject(item[kGradEnabled], nullptr)); }
+  bool requires_grad(PyObject* tensor) const { return is_true(PyObject_GetAttr(tensor, item[kRequiresGrad])); }
+  // Views whose sign is pending come from complex tensors, and there is no bfloat16 of those.
+  bool sign_is_pending(PyObject* tensor, DLDataType dtype) const {
+    return dtype.code == kDLFloat && is_true(PyObject_CallFunctionObjArgs(item[kIsNeg], tensor, nullptr));
+  }
+};
+
+// Whether a call's arguments, of any function, are like an accepted call's: gdn_multi/dispatch.py, "calls like an earlier one".
+struct Arguments {
+  struct Argument {
+    enum { kNone, kTensor, kTuple, kScalar, kUnread } type = kNone;  // the last: never like anything
+    std::unique_ptr<Signature> signature;
+    PyObject* scalar = nullptr;  // a reference is held
+    std::vector<Argument> items;
+  };
+
+  Surroundings surroundings;
+  std::vector<Argument> arguments;
+
+  Arguments(PyObject* surroundings, PyObject* values) : surroundings(surroundings), arguments(remember(values)) {}
+  ~Arguments() { forget(arguments); }
+
+  PyObject* answer(PyObject* values) const {
+    const bool same = surroundings.same_variables() && alike(arguments, values, surroundings.grad_enabled());
+    return nothing(same ? &_Py_TrueStruct : &_Py_FalseStruct);
+  }
+
+ private:
+  std::vector<Argument> remember(PyObject* values) const {
+    std::vector<Argument> made(size_t(PyTuple_Size(values)));
+    for (size_t i = 0; i < made.size(); i++) {
+      PyObject* const value = PyTuple_GetItem(values, std::ptrdiff_t(i));
+      DLTensor x;
+      if (is_none(value)) continue;
+      if (PyTuple_Size(value) >= 0) {
+        made[i].type = Argument::kTuple, made[i].items = remember(value);
+      } else if (read_tensor(value, &x)) {
+        made[i].type = x.ndim <= Signature::kMostDims ? Argument::kTensor : Argument::kUnread;
+        made[i].signature = std::make_unique<Signature>(x);
+      } else if (surroundings.is_tensor(value)) {
+        made[i].type = Argument::kUnread;
+      } else {
+        Py_IncRef(value);
+        made[i].type = Argument::kScalar, made[i].scalar = value;
+      }
+      PyErr_Clear();
+    }
+    return made;
+  }
+
+  static void forget(std::vector<Argument>& arguments) {
+    for (Argument& argument : arguments) {
+      Py_DecRef(argument.scalar);
+      forget(argument.items);
+    }
+  }
+
+  bool alike(const std::vector<Argument>& wanted, PyObject* values, bool with_grad) const {
+    if (PyTuple_Size(values) != std::ptrdiff_t(wanted.size())) return false;
+    for (size_t i = 0; i < wanted.size(); i++) {
+      PyObject* const value = PyTuple_GetItem(values, std::ptrdiff_t(i));
+      DLTensor x;
+      switch (wanted[i].type) {
+        case Argument::kNone:
+          if (!is_none(value)) return false;
+          break;
+        case Argument::kScalar:
+          if (!equal(value, wanted[i].scalar)) return false;
+          break;
+        case Argument::kUnread:
+          return false;
+        case Argument::kTuple:
+          if (!alike(wanted[i].items, value, with_grad)) return false;
+          break;
+        case Argument::kTensor:
+          if (!read_tensor(value, &x) || !wanted[i].signature->is(x) || (with_grad && surroundings.requires_grad(value)) ||
+              surroundings.sign_is_pending(value, x.dtype))
+            return false;
+      }
+    }
+    return true;
+  }
+};
+
+// A function of Python's own that takes one argument, and the C++ object that it belongs to.
+template <class Object, PyObject* (Object::*call)(PyObject*) const>
+struct PythonFunction {
+  static PyObject* invoke(PyObject* self, PyObject* argument) {
+    return (static_cast<const Object*>(PyCapsule_GetPointer(self, nullptr))->*call)(argument);
+  }
+  static void forget(PyObject* capsule) { delete static_cast<Object*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+  // Appended to the list at `made`. Python's lock is held.
+  static void append(std::unique_ptr<Object> object, int64_t made) {
+    static PyMethodDef method = {"short_way", invoke, kPyOneArgument, nullptr};
+    const Owned capsule(PyCapsule_New(object.get(), nullptr, forget));
+    GDN_REQUIRE(capsule.object != nullptr) << "no capsule";
+    object.release();
+    const Owned function(PyCFunction_NewEx(&method, capsule.object, nullptr));
+    GDN_REQUIRE(function.object != nullptr && PyList_Append(reinterpret_cast<PyObject*>(made), function.object) == 0)
+        << "no function";
+  }
+};
+
+// Appends to the list at `made` a function of a tuple of arguments: whether they are like those in the tuple at `values`, and all
+// is as in the dispatch.Surroundings at `surroundings`.
+void arguments_like(int64_t surroundings, int64_t values, int64_t made) {
+  PythonFunction<Arguments, &Arguments::answer>::append(
+      std::make_unique<Arguments>(reinterpret_cast<PyObject*>(surroundings), reinterpret_cast<PyObject*>(values)), made);
+}
+
+struct ShortDecode {
+  // The items of dispatch.Terms, in their order.
+  enum Term { kSurroundings, kOptions, kAllocations, kThread, kLast, kRecord, kLevels, kDebug, kLog, kTerms };
+  static constexpr int kOptionCount = 4;
+  // A call: the options, the output or None, and the other tensors.
+  static constexpr int kOutput = kOptionCount, kFirst = kOutput + 1, kCall = kOptionCount + AcceptedDecode::kTensors;
+  static constexpr int kInputs = 7;  // q to b
+
+  AcceptedDecode accepted;
+  PyObject* terms;  // a tuple; what follows is held by it
+  Surroundings surroundings;
+  PyObject *term[kTerms], *option[kOptionCount];
+
+  ShortDecode(const AcceptedDecode& accepted, PyObject* terms)
+      : accepted(accepted), terms(terms), surroundings(PyTuple_GetItem(terms, kSurroundings)) {
+    Py_IncRef(terms);
+    for (int i = 0; i < kTerms; i++) term[i] = PyTuple_GetItem(terms, i);
+    for (int i = 0; i < kOptionCount; i++) option[i] = PyTuple_GetItem(term[kOptions], i);
+  }
+  ~ShortDecode() { Py_DecRef(terms); }
+  ShortDecode(const ShortDecode&) = delete;
+
+  // The output, a new reference; None, with nothing done, where the call is not like the accepted one; null with an error set.
+  PyObject* serve(PyObject* call) const {
+    std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
+    if (PyTuple_Size(call) != kCall || !like(call, addresses)) return nothing(&_Py_NoneStruct);
+    Owned output(PyTuple_GetItem(call, kOutput));
+    Py_IncRef(output.object);
+    const auto place = [&] { return read(output.object, AcceptedDecode::kTensors - 1, addresses); };
+    if (!is_none(output.object)) {
+      if (!place()) return nothing(&_Py_NoneStruct);
+    } else {
+      bool made = false;
+      for (int i = 0; !made && i < 2; i++) {  // where the first allocates on the current device, the second does on the call's
+        PyObject* const how = PyTuple_GetItem(term[kAllocations], i);
+        Owned another(PyObject_CallObject(PyTuple_GetItem(how, 0), PyTuple_GetItem(how, 1)));
+        if (another.object == nullptr) return nullptr;
+        std::swap(output.object, another.object);
+        made = place();
+      }
+      if (!made) return nothing(&_Py_NoneStruct);
+    }
+    const DLDevice device = accepted.call.device;
+    void* stream = nullptr;
+    if (device.device_type != kDLCPU && torch_api->current_work_stream(device.device_type, device.device_id, &stream) != 0)
+      return nothing(&_Py_NoneStruct);
+    try {
+      const DecodeParams p = accepted.with(addresses);
+      const LockReleased released;
+      launch_on(accepted.call, p, static_cast<cudaStream_t>(stream));
+    } catch (const std::exception& error) {  // CudaError, and whatever else: nothing may be thrown through Python
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
+    if (PyObject_SetAttr(term[kThread], term[kLast], term[kRecord]) != 0) return nullptr;
+    // False: the logger has been asked, and nobody has set a level since.
+    if (PyDict_GetItemWithError(term[kLevels], term[kDebug]) != &_Py_FalseStruct) {
+      Owned logged(PyObject_CallFunctionObjArgs(term[kLog], term[kRecord], nullptr));
+      if (logged.object == nullptr) return nullptr;
+    }
+    return output.release();
+  }
+
+ private:
+  // Whether tensor i is of the accepted one's kind; if so, where it is.
+  bool read(PyObject* object, int i, std::array<uintptr_t, AcceptedDecode::kTensors>& addresses) const {
+    const Signature& wanted = accepted.signatures[i];
+    if (is_none(object) || !wanted.given) return is_none(object) && !wanted.given;
+    DLTensor x;
+    if (!read_tensor(object, &x) || !wanted.fits(x)) return false;
+    addresses[i] = std::max<uintptr_t>(address_of(x), alignof(int64_t));  // null says "not given", and a tensor may be empty
+    return true;
+  }
+
+  bool like(PyObject* call, std::array<uintptr_t, AcceptedDecode::kTensors>& addresses) const {
+    for (int i = 0; i < kOptionCount; i++)
+      if (!equal(PyTuple_GetItem(call, i), option[i])) return false;
+    for (int i = 0; i < AcceptedDecode::kTensors - 1; i++)
+      if (!read(PyTuple_GetItem(call, kFirst + i), i, addresses)) return false;
+    if (!surroundings.same_variables()) return false;
+    if (surroundings.grad_enabled())
+      for (int i = kOutput; i < kCall; i++) {
+        PyObject* const tensor = PyTuple_GetItem(call, i);
+        if (!is_none(tensor) && surroundings.requires_grad(tensor)) return false;
+      }
+    for (int i = 0; i < kInputs; i++)
+      if (surroundings.sign_is_pending(PyTuple_GetItem(call, kFirst + i), accepted.signatures[i].dtype)) return false;
+    return true;
+  }
+};
+
+// Appends to the list at `made` a function of a call as a tuple (ShortDecode), for calls like this one under the dispatch.Terms at
+// `terms`. The call itself is not run.
+void decode_short(TensorView q, TensorView k, TensorView v, TensorView A_log, TensorView a, TensorView dt_bias, TensorView b,
+                  TensorView state, MaybeTensor read_rows, MaybeTensor write_rows, MaybeTensor steps, MaybeTensor page_indices,
+                  MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale, bool l2norm,
+                  bool update_state, int64_t terms, int64_t made) {
+  const AcceptedDecode accepted = accept(q, k, v, A_log, a, dt_bias, b, state, read_rows, write_rows, steps, page_indices,
+                                         page_indptr, last_page_len, output, scale, l2norm, update_state);
+  PythonFunction<ShortDecode, &ShortDecode::serve>::append(
+      std::make_unique<ShortDecode>(accepted, reinterpret_cast<PyObject*>(terms)), made);
 }
 
 // --- page slots --------------------------------------------------------------------------------------------------------
@@ -551,6 +838,8 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, gdn::decode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_again, gdn::decode_again);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_short, gdn::decode_short);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(arguments_like, gdn::arguments_like);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_objects_with, gdn::read_objects_with);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_slots, gdn::decode_slots);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prefill_slots, gdn::prefill_slots);

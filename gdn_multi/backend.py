@@ -70,6 +70,23 @@ class Backend:
         """
         return None
 
+    def express_decode_call(
+        self, request: DecodeRequest, terms: tuple
+    ) -> Callable[[tuple], torch.Tensor | None] | None:
+        """All of the short way in the backend's hands, in the place of ``express_decode``; None if there is no such thing.
+
+        The result takes a call as a tuple and does what that of ``dispatch.short_way`` does, under ``terms``, a ``dispatch.Terms``.
+        """
+        return None
+
+    def arguments_like(self, request: Request, surroundings: tuple, values: tuple) -> Callable[[tuple], bool] | None:
+        """A quick way to tell whether the arguments of a call are like ``values``, those of ``request``; None if there is none.
+
+        The result takes the arguments as a tuple in the same order. It is True only where no decision that ``dispatch``
+        remembers can differ (``dispatch._key``), with all as in ``surroundings``, a ``dispatch.Surroundings``.
+        """
+        return None
+
     def compilations(self) -> int:
         """How often this backend has compiled or loaded a kernel or library in this process (``gdn_multi.warmup``)."""
         return 0

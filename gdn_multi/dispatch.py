@@ -22,7 +22,7 @@ import torch
 from . import env, policy
 from .backend import Backend
 from .registry import registry
-from .request import DecodeRequest, PageTable, Request, SlotsRequest
+from .request import DecodeRequest, PageTable, PrefillRequest, Request, SlotsRequest
 from .validate import again, check_no_slots
 
 logger = logging.getLogger("gdn_multi")
@@ -270,20 +270,23 @@ def serve(build: Callable[..., Request], arguments: dict[str, Any]) -> Request:
 
     With GDN_MULTI_SAVE the call is saved, always or when it fails.
     """
-    key = _key(build, arguments)
-    if key is not None:
-        known = _accepted.get(key)
-        if known is not None:
-            template, backend, last = known
-            request = again(template, arguments)
-            _execute(backend, request, last, "as an earlier call like it")
-            return request
+    newest = _newest
+    known = newest.get(build)
+    if known is None or not known.like(tuple(arguments.values())):
+        key = _key(build, arguments)
+        known = None if key is None else _accepted.get(key)
+        if known is not None and known.like is not None:
+            newest[build] = known
+    if known is not None:
+        request = again(known.template, arguments)
+        _execute(known.backend, request, known.last, "as an earlier call like it")
+        return request
     folder, which = env.save_folder()
     if folder is None:
         request = build(**arguments)
         backend, last = run(request, arguments.get("backend", "auto"))
         if key is not None:
-            _remember(key, request, backend, last, tuple([arguments.get(name) for name in DECODE_OPTIONS]))
+            _remember(key, request, backend, last, arguments)
         return request
     from .saved import save_call
 
@@ -305,15 +308,34 @@ def serve(build: Callable[..., Request], arguments: dict[str, Any]) -> Request:
 # scalars and environment variables is remembered under exactly those; only tensors' contents may differ. A backend's
 # answers must therefore depend on nothing else (backend.py says so).
 
-_accepted: dict[tuple, tuple[Request, Backend, LastCall]] = {}
-#: The short way of decode calls (Backend.express_decode), where the backend itself compares the tensors: by function and shape
-#: of q what may serve such a call, newest first. Its entries are replaced, never changed: other threads may be reading one.
-_express: dict[str, dict[torch.Size, tuple[tuple, ...]]] = {
-    "gated_delta_rule_decode_paged": {},
-    "gated_delta_rule_decode_pretranspose": {},
-}
+
+class _Accepted(NamedTuple):
+    template: PrefillRequest | DecodeRequest
+    backend: Backend
+    last: LastCall
+    like: Callable[[tuple], bool] | None
+    """Backend.arguments_like."""
+
+
+class Surroundings(NamedTuple):
+    """What a call like an earlier one must find as that did, besides its arguments, and what is needed to look. All that does so
+    in C needs of Python is here, in this order (csrc/bindings.cu, Surroundings::Item)."""
+
+    environment: dict[Any, Any]
+    names: tuple
+    values: tuple
+    is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+    requires_grad: str = "requires_grad"
+    is_neg: Callable[[torch.Tensor], bool] = torch.Tensor.is_neg
+
+
+_accepted: dict[tuple, _Accepted] = {}
+#: By builder the one that served last: a model makes like calls one after another, and to compare takes less than a key.
+_newest: dict[Callable, _Accepted] = {}
 #: The scalars of the decode functions, in the order in which ``express_decode`` takes them.
 DECODE_OPTIONS = ("scale", "use_qk_l2norm", "disable_state_update", "backend")
+#: The place of q in such a call: after them and the output.
+_OF_Q = len(DECODE_OPTIONS) + 1
 _MOST_ACCEPTED = 4096
 _MOST_EXPRESS = 4  # of one function and shape of q: with slots and without, layers of two dtypes
 
@@ -324,12 +346,17 @@ _allocators = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 def forget_accepted() -> None:
     """Decide anew for every call from now on; called when backends come or go."""
+    global _newest
     _accepted.clear()
-    for known in _express.values():
-        known.clear()
+    _newest = {}  # a call that is under way may still write to the old one
+    for short in short_ways.values():
+        short.forget()
 
 
 registry.on_change = forget_accepted
+
+
+_SCALARS = (bool, int, float, str)
 
 
 def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
@@ -341,13 +368,14 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
     grad = torch.is_grad_enabled()
     parts = [build, settings]
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
+        if value is None:  # the most common by far
+            parts.append(None)
+        elif isinstance(value, torch.Tensor):
             if (grad and value.requires_grad) or (name == "cu_seqlens" and not value.is_cuda):
                 return None
-            parts += (value.shape, value.stride(), value.dtype, value.device, value.is_neg())
-        elif value is None:
-            parts.append(None)
-        elif isinstance(value, (bool, int, float, str)):
+            dtype = value.dtype
+            parts += (value.shape, value.stride(), dtype, value.device, dtype is not torch.bfloat16 and value.is_neg())
+        elif isinstance(value, _SCALARS):
             parts += (type(value), value)
         elif isinstance(value, tuple):
             parts += (tuple, len(value))
@@ -360,37 +388,50 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
     return tuple(parts)
 
 
-def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, options: tuple) -> None:
+def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, arguments: dict[str, Any]) -> None:
     if isinstance(request, SlotsRequest):
         return
     if len(_accepted) >= _MOST_ACCEPTED:
         forget_accepted()
-    template = _without_data(request)
-    _accepted[key] = (template, backend, last)
+    in_c = isinstance(env.raw, dict)
+    around = Surroundings(env.raw, env.deciding_keys, env.deciding())
+    values = tuple(arguments.values())
+    like = backend.arguments_like(request, around, values) if in_c and isinstance(request, PrefillRequest) else None
+    _accepted[key] = accepted = _Accepted(_without_data(request), backend, last, like)
+    if like is not None:
+        _newest[key[0]] = accepted
     if isinstance(request, DecodeRequest):
-        again_from_tensors = backend.express_decode(request)
-        if again_from_tensors is not None:
+        terms = Terms(
+            around, tuple([arguments.get(name) for name in DECODE_OPTIONS]), _allocations(request), _thread, "last", last,
+            _levels, logging.DEBUG, _log_short,
+        )  # fmt: skip
+        attempt = backend.express_decode_call(request, terms) if in_c else None
+        if attempt is None:
+            again_from_tensors = backend.express_decode(request)
+            if again_from_tensors is None:
+                return
             inputs = (request.q, request.k, request.v, request.A_log, request.a, request.dt_bias, request.b)
             # Views whose sign is pending come from complex tensors, and there is no bfloat16 of those.
             signed = tuple([i for i, tensor in enumerate(inputs) if tensor.dtype != torch.bfloat16])
-            known = _express[request.function]
-            record = (*options, env.deciding(), signed, _allocation(request), again_from_tensors, last)
-            known[request.q.shape] = (record, *known.get(request.q.shape, ())[: _MOST_EXPRESS - 1])
+            attempt = short_way(terms, signed, again_from_tensors)
+        short_ways[request.function].add(request.q.shape, attempt)
 
 
-def _allocation(request: DecodeRequest) -> Callable[[], torch.Tensor]:
-    """Makes outputs like the request's, as quickly as can be."""
+def _allocations(request: DecodeRequest) -> tuple[tuple[Callable[..., torch.Tensor], tuple], ...]:
+    """Two functions, with their arguments, that make outputs like the request's: as quickly as can be, which may be on the
+    current device of the kind; and on the request's device."""
     output = request.output
     shape, strides, dtype, device = tuple(output.shape), _dense(output.shape), output.dtype, output.device
+    anywhere = partial(torch.empty, shape, dtype=dtype, device=device), ()
     quick = getattr(_allocators, f"_empty_strided_{device.type}", None)
     if quick is not None:
         try:
             made = quick(shape, strides, dtype)
             if (made.shape, made.stride(), made.dtype, made.device.type) == (output.shape, strides, dtype, device.type):
-                return partial(quick, shape, strides, dtype)
+                return (quick, (shape, strides, dtype)), anywhere
         except (TypeError, RuntimeError):  # this torch's takes other arguments
             pass
-    return partial(torch.empty, shape, dtype=dtype, device=device)
+    return anywhere, anywhere
 
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:
@@ -405,46 +446,110 @@ def _alike(options: tuple, wanted: tuple) -> bool:
     return all(map(operator.is_, map(type, options), map(type, wanted))) and options == wanted
 
 
-def express_decode(function: str, options: tuple, output: torch.Tensor | None, tensors: tuple) -> torch.Tensor | None:
-    """The output of a decode call that its backend can serve from its tensors alone, or None: the ordinary way.
+class Terms(NamedTuple):
+    """What a decode call must find as the accepted one found it to be served the short way, and what serving it takes. All that
+    does so in C needs of Python is here, in this order (csrc/bindings.cu, ShortDecode::Term)."""
 
-    ``tensors`` are those of ``Backend.express_decode`` but for the output; ``options`` as DECODE_OPTIONS names them.
-    What costs time here are looks at tensors, 0.1 to 0.2 us each, so that there are as few as the checks allow.
+    surroundings: Surroundings
+    options: tuple
+    allocations: tuple
+    thread: _Thread
+    last_name: str
+    last: LastCall
+    levels: dict[int, bool]
+    debug: int
+    log: Callable[[LastCall], None]
+
+
+#: The logger's own memory of ``isEnabledFor``, emptied when a level is set anywhere: False there saves the question.
+_levels: dict[int, bool] = getattr(logger, "_cache", {})
+
+
+def _log_short(last: LastCall) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s served by %s (as an earlier call like it)", last.function, last.backend)
+
+
+def short_way(terms: Terms, signed: tuple[int, ...], again: Callable[..., bool]) -> Callable[[tuple], torch.Tensor | None]:
+    """A function of a decode call that returns its output where ``again`` (Backend.express_decode) can serve it from its
+    tensors alone, or None, with nothing done.
+
+    A call is (*DECODE_OPTIONS, output or None, *tensors), the tensors as ``again`` takes them but for the output; those at
+    ``signed`` may be views whose sign is pending. What costs time here are looks at tensors, 0.1 to 0.2 us each, so that there
+    are as few as the checks allow.
     """
-    try:
-        records = _express[function].get(tensors[0].shape)
-        if records is None:
-            return None
-        scale, norm, freeze, backend = options
-        settings = env.deciding()
-        with_grad = torch.is_grad_enabled()
-        for scale1, norm1, freeze1, backend1, settings1, signed, allocate, again_from_tensors, last in records:
-            if settings != settings1:
-                continue
+    values, options, thread, last, levels = terms.surroundings.values, terms.options, terms.thread, terms.last, terms.levels
+    (scale1, norm1, freeze1, backend1), ((quick, arguments), (anywhere, _)) = options, terms.allocations
+
+    def serve(call: tuple) -> torch.Tensor | None:
+        try:
+            scale, norm, freeze, backend, output, *tensors = call
+            if env.deciding() != values:
+                return None
             if not (scale is scale1 and norm is norm1 and freeze is freeze1 and backend is backend1):
-                if not _alike(options, (scale1, norm1, freeze1, backend1)):
-                    continue
+                if not _alike((scale, norm, freeze, backend), options):
+                    return None
             for i in signed:
                 if tensors[i].is_neg():
                     return None
-            if with_grad:
-                for tensor in tensors:
+            if torch.is_grad_enabled():
+                for tensor in (output, *tensors):
                     if tensor is not None and tensor.requires_grad:
                         return None
-            out = allocate() if output is None else output
-            if not again_from_tensors(*tensors, out):
+            out = quick(*arguments) if output is None else output
+            if not again(*tensors, out):
                 if output is not None or out.device == tensors[2].device:
-                    continue
-                out = torch.empty(out.shape, dtype=out.dtype, device=tensors[2].device)  # of a device that is not current
-                if not again_from_tensors(*tensors, out):
-                    continue
-            _thread.last = last
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("%s served by %s (as an earlier call like it)", last.function, last.backend)
-            return out
-    except (AttributeError, TypeError):  # an argument of a wrong type: the checks will name it
-        pass
+                    return None
+                out = anywhere()  # the call's device is not current
+                if not again(*tensors, out):
+                    return None
+        except (AttributeError, TypeError):  # an argument of a wrong type: the checks will name it
+            return None
+        thread.last = last
+        if levels.get(logging.DEBUG) is not False:
+            terms.log(last)
+        return out
+
+    return serve
+
+
+def _not_yet(call: tuple) -> None:
     return None
+
+
+class ShortWays:
+    """The short ways of one decode function: each takes a call and returns its output or None, as ``short_way`` says."""
+
+    __slots__ = ("known", "newest")
+
+    #: The one that served last: a model makes like calls one after another.
+    newest: Callable[[tuple], torch.Tensor | None]
+    #: By shape of q, newest first. Entries are replaced, never changed: other threads may be reading one.
+    known: dict[torch.Size, tuple[Callable[[tuple], torch.Tensor | None], ...]]
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.known, self.newest = {}, _not_yet
+
+    def add(self, shape: torch.Size, attempt: Callable[[tuple], torch.Tensor | None]) -> None:
+        self.known[shape] = (attempt, *self.known.get(shape, ())[: _MOST_EXPRESS - 1])
+        self.newest = attempt
+
+    def other(self, call: tuple) -> torch.Tensor | None:
+        """The output of a call that ``newest`` left, or None: the ordinary way."""
+        shape, known, newest = getattr(call[_OF_Q], "shape", None), self.known, self.newest
+        for attempt in known.get(shape, ()) if isinstance(shape, torch.Size) else ():
+            output = None if attempt is newest else attempt(call)
+            if output is not None:
+                if known is self.known:  # else forgotten meanwhile
+                    self.newest = attempt
+                return output
+        return None
+
+
+short_ways = {name: ShortWays() for name in ("gated_delta_rule_decode_paged", "gated_delta_rule_decode_pretranspose")}
 
 
 def _without_data(request: Request) -> Request:

@@ -33,19 +33,21 @@ _TRUE = ("1", "true", "yes", "on")
 _DECIDING = (BACKEND, PREFILL_BACKEND, DECODE_BACKEND, CHECK, BATCH_INVARIANT, SAVE, PRECISE)  # each_call_checked counts
 # os.environ decodes at every look-up; the dictionary beneath it does not (CPython, POSIX).
 _raw = getattr(os.environ, "_data", None) if os.name == "posix" else None
-_keys = tuple(os.environ.encodekey(name) for name in _DECIDING) if _raw is not None else _DECIDING
+#: Where ``deciding`` looks, and for what.
+raw = os.environ if _raw is None else _raw
+deciding_keys = tuple(os.environ.encodekey(name) for name in _DECIDING) if _raw is not None else _DECIDING
 
 
-_1, _2, _3, _4, _5, _6, _7 = _keys
-_NONE_SET = (None,) * len(_keys)
+_1, _2, _3, _4, _5, _6, _7 = deciding_keys
+_NONE_SET = (None,) * len(deciding_keys)
 
 
 def deciding() -> tuple:
     """The values, unparsed, of all variables that decide how a call is served."""
-    known = os.environ if _raw is None else _raw
+    known = raw
     # As a rule none is set, and looking for seven names is quicker than collecting seven values.
     if _1 in known or _2 in known or _3 in known or _4 in known or _5 in known or _6 in known or _7 in known:
-        return tuple(map(known.get, _keys))
+        return tuple(map(known.get, deciding_keys))
     return _NONE_SET
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import express_decode, serve
+from .dispatch import serve, short_ways
 from .validate import decode_request
+
+_short = short_ways["gated_delta_rule_decode_pretranspose"]
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -69,12 +71,13 @@ def gated_delta_rule_decode_pretranspose(
     if (state is None) != (initial_state is None):
         pool = state if initial_state is None else initial_state
         write = initial_state_indices if output_state_indices is None else output_state_indices
-        express = express_decode(
-            "gated_delta_rule_decode_pretranspose", (scale, use_qk_l2norm, disable_state_update, backend), output,
-            (q, k, v, A_log, a, dt_bias, b, pool, initial_state_indices, write, intermediate_states_buffer, None, None, None),
-        )  # fmt: skip
-        if express is not None:
-            return express, pool
-        del pool, write, express
+        call = (scale, use_qk_l2norm, disable_state_update, backend, output, q, k, v, A_log, a, dt_bias, b, pool,
+                initial_state_indices, write, intermediate_states_buffer, None, None, None)  # fmt: skip
+        out = _short.newest(call)
+        if out is None:
+            out = _short.other(call)
+        if out is not None:
+            return out, pool
+        del pool, write, call, out
     request = serve(decode_request, locals())
     return request.output, request.state

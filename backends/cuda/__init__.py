@@ -30,13 +30,14 @@ class Library(NamedTuple):
     """The functions of one loaded library; csrc/bindings.cu says what they take."""
 
     arch: str
+    arguments_like: Any
+    """This and decode_short are None where this torch or Python lacks what they need."""
     decode: Any
     decode_again: Any
+    decode_short: Any
     decode_slots: Any
     prefill: Any
     prefill_slots: Any
-    reads_objects: bool
-    """Whether what ``decode_again`` makes may be given the address of a tuple of tensors."""
 
 
 def load_library(path: str, arch: str) -> Library:
@@ -44,24 +45,25 @@ def load_library(path: str, arch: str) -> Library:
     import tvm_ffi
 
     module = tvm_ffi.load_module(path)
-    reads_objects = module.read_objects_with(*_python()) if _python() is not None else False
-    return Library(arch, *(getattr(module, name) for name in Library._fields[1:-1]), reads_objects)
+    library = Library(arch, *(getattr(module, name) for name in Library._fields[1:]))
+    torch_api = _torch_api()
+    if torch_api is None or not module.read_objects_with(torch_api):
+        return library._replace(arguments_like=None, decode_short=None)
+    library.arguments_like.release_gil = library.decode_short.release_gil = False  # they make and keep Python objects
+    return library
 
 
 @cache
-def _python() -> tuple[int, ...] | None:
-    """Where torch's and Python's functions are that a library reads tensors with (csrc/bindings.cu); None without them."""
+def _torch_api() -> int | None:
+    """The address of torch's functions for reading tensors from C (DLPack's exchange interface); None without them."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return None
     pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     try:
-        torch_api = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
+        return pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
     except (TypeError, ValueError):  # a torch that hands over something else
         return None
-    names = ("PyTuple_GetItem", "PyErr_Clear", "PyEval_SaveThread", "PyEval_RestoreThread")
-    functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in names]
-    return torch_api, id(None), *functions
 
 
 def _say(text: str) -> None:
@@ -231,16 +233,23 @@ class CudaBackend(Backend):
     def express_decode(self, request: DecodeRequest) -> Callable[..., bool] | None:
         if request.batch == 0 or request.num_tokens == 0:
             return None
+        return self._library(request.device).decode_again(*_decode_arguments(request))
+
+    def express_decode_call(self, request: DecodeRequest, terms: tuple) -> Callable[[tuple], torch.Tensor | None] | None:
         library = self._library(request.device)
-        function = library.decode_again(*_decode_arguments(request))
-        if not library.reads_objects:
-            return function
-        function.release_gil = False  # it does that itself, once it has read the tensors
+        if library.decode_short is None or request.batch == 0 or request.num_tokens == 0:
+            return None
+        made: list[Callable[[tuple], torch.Tensor | None]] = []
+        library.decode_short(*_decode_arguments(request), id(terms), id(made))
+        return made[0]
 
-        def again(*tensors: torch.Tensor | None) -> bool:
-            return function(id(tensors))
-
-        return again
+    def arguments_like(self, request, surroundings: tuple, values: tuple) -> Callable[[tuple], bool] | None:
+        library = self._library(request.device)
+        if library.arguments_like is None:
+            return None
+        made: list[Callable[[tuple], bool]] = []
+        library.arguments_like(id(surroundings), id(values), id(made))
+        return made[0]
 
     def page_slots(self, request: SlotsRequest) -> None:
         library, table = self._library(request.device), request.table

@@ -27,7 +27,7 @@ CHUNK = 64
 HEAD = 128
 
 #: Microseconds on an H200. Before the first chunk; a chunk and head of the first kernel, on a multiprocessor.
-BASE, CHUNKS = 13.0, 0.78
+BASE, CHUNKS = 12.5, 0.85
 
 
 class Unit(NamedTuple):
@@ -39,13 +39,13 @@ class Unit(NamedTuple):
     busy: float
 
 
-RECURRENCE = {128: Unit(5.8, 1.62, 0.26), 64: Unit(4.7, 1.06, 0.05)}  #: by V rows
-FIRST_PASS = Unit(3.7, 0.96, 0.17)
+RECURRENCE = {128: Unit(5.5, 1.58, 0.23), 64: Unit(4.4, 1.05, 0.02)}  #: by V rows
+FIRST_PASS = Unit(2.7, 1.04, 0.13)
 #: With gates as models initialise them: the share of heads that remember a whole segment, whose transition is a unit of the first
 #: pass too; and how many chunks of a segment the others' units take.
-REMEMBER, FORGET = 0.525, 16.0
+REMEMBER, FORGET = 0.55, 16.0
 #: Of a split call: its launches; a segment of the scan.
-SPLIT, SCAN = 15.2, 2.16
+SPLIT, SCAN = 12.7, 2.06
 #: A split path must be estimated faster by this factor.
 DOUBT = 1.015
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
@@ -72,38 +72,30 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     # Only unsplit sequences have bits that do not depend on where a call begins or what else is in it.
     may_split = request.use_cp is not False and not request.batch_invariant
     must_split = request.use_cp is True
-    # With a prefix, segments begin anywhere in a sequence's new tokens.
-    anywhere = request.pages is not None or request.prefix_lens is not None
     rows, segment = fastest(
-        request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split, anywhere
+        request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split
     )
     return Path(rows, segment, request.precise and request.q.dtype == torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=4096)
 def fastest(
-    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False,
-    anywhere: bool = False,
-) -> tuple[int, int]:  # fmt: skip
+    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, may_split: bool = True, must_split: bool = False
+) -> tuple[int, int]:
     """V rows a CTA, and chunks a segment (0: not split)."""
     options = [] if must_split else [(128, 0), (64, 0)]
     if must_split or (may_split and longest > 2 * SEGMENTS[0] * CHUNK):
         options += [(rows, segment) for segment in SEGMENTS for rows in (128, 64)]
-    times = {option: estimate(tokens, seqs, heads, longest, multiprocessors, *option, anywhere) for option in options}
+    times = {option: estimate(tokens, seqs, heads, longest, multiprocessors, *option) for option in options}
     # What a split call gains has to be more than what the estimate does not know.
     return min(times, key=lambda option: times[option] * (1 if option[1] == 0 else DOUBT))
 
 
-def estimate(
-    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, rows: int, segment: int, anywhere: bool = False
-) -> float:
+def estimate(tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, rows: int, segment: int) -> float:
     """Microseconds of a prefill."""
     chunks = -(-tokens // CHUNK)
     bound = -(-max(1, min(longest, tokens)) // CHUNK)
-    return sum(
-        weight * _time(kinds, heads, multiprocessors, rows, segment, segment // 2 if anywhere else 0)
-        for weight, kinds in _kinds(chunks, seqs, bound)
-    )
+    return sum(weight * _time(kinds, heads, multiprocessors, rows, segment) for weight, kinds in _kinds(chunks, seqs, bound))
 
 
 def _kinds(chunks: int, seqs: int, bound: int) -> list[tuple[float, list[tuple[int, int]]]]:
@@ -118,10 +110,7 @@ def _kinds(chunks: int, seqs: int, bound: int) -> list[tuple[float, list[tuple[i
     return [(1 - one_is_long, [(seqs, mean)]), (one_is_long, [(1, bound), (seqs - 1, rest)])]
 
 
-def _time(
-    kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: int, segment: int, offset: int
-) -> float:
-    """``offset``: chunks of its first segment that a sequence does not begin with."""
+def _time(kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: int, segment: int) -> float:
     shares = HEAD // rows
     time = BASE + sum(count * length for count, length in kinds) * heads * CHUNKS / multiprocessors
     if segment == 0:
@@ -129,12 +118,12 @@ def _time(
         return time + _fullest(units, RECURRENCE[rows], multiprocessors)
     first, second, most = [], [], 1
     for count, length in kinds:
-        head = min(length, segment - offset) if offset else 0
-        whole, rest = divmod(length - head, segment)
+        whole, rest = divmod(length, segment)
         if whole:
             second.append((count * whole * heads * shares, segment))
-        second += [(count * heads * shares, part) for part in (head, rest) if part]
-        segments = (head > 0) + whole + (rest > 0)
+        if rest:
+            second.append((count * heads * shares, rest))
+        segments = whole + (rest > 0)
         if segments > 1:
             units = count * (segments - 1) * heads
             first += [(units * 2 * REMEMBER, segment), (units * (1 - REMEMBER), min(segment, FORGET))]

@@ -182,9 +182,7 @@ def _plan(r: PrefillRequest) -> Plan:
     q_group, k_group, v_group = heads // r.num_q_heads, heads // r.num_k_heads, heads // r.num_v_heads
 
     shared = min(q_group, k_group) if r.num_q_heads == r.num_k_heads else 1
-    together = heuristics.heads_per_program(
-        tile, shared, T // CHUNK + N, heads, sms, r.batch_invariant, r.use_qk_l2norm
-    )
+    together = heuristics.heads_per_program(tile, shared, T // CHUNK + N, heads, sms, r.batch_invariant)
     dot, inverse = _precisions(r.q.dtype)
 
     # Fewer registers than the assembler would take let a third program run beside two; an option of NVIDIA's alone.

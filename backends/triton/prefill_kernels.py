@@ -191,6 +191,13 @@ def _unit_lower_inverse(L, PRECISION: tl.constexpr):
     return X
 
 
+@triton.jit
+def _normed(x):
+    """The rows of ``x`` divided by their L2 norms."""
+    wide = x.to(tl.float32)
+    return (wide * inverse_norm(wide, 1)[:, None]).to(x.dtype)
+
+
 @_kernel
 def prepare(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, prefixes, last_page_len,
@@ -269,17 +276,16 @@ def prepare(
     if BETA != "none":
         b = tl.load(beta + t[None, :] * beta_stride_t + h[:, None] * beta_stride_h, mask=here, other=0.0)
     if L2NORM:
-        wide_k = tile_k.to(tl.float32)
-        tile_k = (wide_k * inverse_norm(wide_k, 1)[:, None]).to(dtype)
+        # Or the assembler begins with k's norm while q and the gates are not asked for yet.
+        tl.debug_barrier()
+        tile_k = _normed(tile_k)
+        tile_q = _normed(tile_q)
         if first_head % k_group == 0:
             k_normed += first * K_NORMED_STRIDE + k_head * K
             tl.store(k_normed + (r[:, None] * K_NORMED_STRIDE + d[None, :]), tile_k, mask=mask)
-        wide_q = tile_q.to(tl.float32)
-        tile_q = (wide_q * inverse_norm(wide_q, 1)[:, None]).to(dtype)
         if first_head % q_group == 0:
             q_normed += first * Q_NORMED_STRIDE + q_head * K
             tl.store(q_normed + (r[:, None] * Q_NORMED_STRIDE + d[None, :]), tile_q, mask=mask)
-    keys = tl.trans(tile_k)
     row = r[:, None]
     col = r[None, :]
     wide_slot = slot.to(tl.int64)
@@ -313,34 +319,45 @@ def prepare(
         tl.store(spares + 2 * CHUNK, tl.where(here, b.to(tl.float32), 0.0), mask=is_head[:, None])
     if GATE != "none" or BETA != "none":
         tl.debug_barrier()
-    for j in range(HEADS):
-        record = first_record + j * RECORD
-        T_out = record.to(tl.pointer_type(dtype), bitcast=True)
-        P_out = T_out + CHUNK * CHUNK
-        spare = record.to(tl.pointer_type(tl.float32), bitcast=True)
+    # Products take a left operand from shared memory if it was loaded or is carried by a loop, and otherwise from registers, with a
+    # third tile in shared memory and loads from there for every head. So tiles that were computed are carried by a loop of one
+    # turn, of which the compiler does not know.
+    turns = 1
+    if L2NORM:
+        turns = tl.minimum(num_heads, 1)
+    for _ in range(turns):
+        keys = tl.trans(tile_k)
+        for j in range(HEADS):
+            record = first_record + j * RECORD
+            T_out = record.to(tl.pointer_type(dtype), bitcast=True)
+            P_out = T_out + CHUNK * CHUNK
+            spare = record.to(tl.pointer_type(tl.float32), bitcast=True)
 
-        # All heads have the same Q K^T and K K^T, but making them again from the tiles in shared memory is cheaper than
-        # keeping them in registers: a zero that looks new in every turn keeps the compiler from moving them ahead.
-        zero = tl.zeros((CHUNK, CHUNK), tl.float32)
-        if HEADS > 1:
-            zero += j * 0.0
-        lower = row >= col
-        D = 1.0
-        if GATE != "none":
-            lower = lower & (tl.load(spare + CHUNK + row) == tl.load(spare + CHUNK + col))
-            D = tl.exp2(tl.load(spare + row) - tl.load(spare + col))
-        if BETA == "none":
-            b_row = tl.where(inside, 1.0, 0.0)[:, None]
-            b_col = tl.where(inside, 1.0, 0.0)[None, :]
-        else:
-            b_row = tl.load(spare + 2 * CHUNK + row)
-            b_col = tl.load(spare + 2 * CHUNK + col)
-        qk = tl.dot(tile_q, keys, zero, input_precision=DOT) * D
-        tl.store(P_out + row * CHUNK + col, tl.where(lower, qk * scale, 0.0).to(dtype))
+            # All heads have the same Q K^T and K K^T, but making them again from the tiles in shared memory is cheaper than
+            # keeping them in registers: a zero that looks new in every turn keeps the compiler from moving them ahead.
+            zero = tl.zeros((CHUNK, CHUNK), tl.float32)
+            if HEADS > 1:
+                zero += j * 0.0
+            lower = row >= col
+            D = 1.0
+            if GATE != "none":
+                lower = lower & (tl.load(spare + CHUNK + row) == tl.load(spare + CHUNK + col))
+                D = tl.exp2(tl.load(spare + row) - tl.load(spare + col))
+            if BETA == "none":
+                b_row = tl.where(inside, 1.0, 0.0)[:, None]
+                b_col = tl.where(inside, 1.0, 0.0)[None, :]
+            else:
+                b_row = tl.load(spare + 2 * CHUNK + row)
+                b_col = tl.load(spare + 2 * CHUNK + col)
+            qk = tl.dot(tile_q, keys, zero, input_precision=DOT) * D
+            tl.store(P_out + row * CHUNK + col, tl.where(lower, qk * scale, 0.0).to(dtype))
 
-        kk = tl.dot(tile_k, keys, zero, input_precision=DOT) * D
-        X = _unit_lower_inverse(tl.where(lower & (row != col), kk * b_row, 0.0), INVERSE)
-        tl.store(T_out + row * CHUNK + col, (X * b_col).to(dtype))
+            kk = tl.dot(tile_k, keys, zero, input_precision=DOT) * D
+            X = _unit_lower_inverse(tl.where(lower & (row != col), kk * b_row, 0.0), INVERSE)
+            tl.store(T_out + row * CHUNK + col, (X * b_col).to(dtype))
+        if L2NORM:
+            tile_q = tl.zeros((CHUNK, BLOCK_K), dtype)
+            tile_k = tl.zeros((CHUNK, BLOCK_K), dtype)
 
 
 # --- along the sequence --------------------------------------------------------------------------

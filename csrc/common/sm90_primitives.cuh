@@ -114,6 +114,11 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
       "l"(&map), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
       : "memory");
 }
+// The same box into L2.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap& map, int column, int head, int token) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(column), "r"(head), "r"(token)
+               : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // The other way, from shared to global memory; `from` may be written again when bulk_store_wait has returned.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
@@ -130,10 +135,18 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, bool valid
       "l"(from), "r"(valid ? 16 : 0)
       : "memory");
 }
+// An index of 4 or 8 bytes.
+__device__ __forceinline__ void copy_index(void* to, const void* from, bool wide) {
+  if (wide)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 // Into L2, to be read from there soon.
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // Ordinary writes to shared memory, before the copy engine or a wgmma reads them.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -186,7 +199,7 @@ __device__ __forceinline__ void store_tiles_transposed(void* row, const uint32_t
                : "memory");
 }
 
-// --- products of a warpgroup: d += a b, a [64, 16] in registers, b [16, N] in shared memory --------------------------------
+// --- products of a warpgroup: d += a b, a [64, 16] in registers or shared memory, b [16, N] in shared memory ---------------
 // Warp w of the four holds rows 16 w to 16 w + 15 of a and d, in the fragments of primitives.cuh: d[n] is the tile of
 // columns 8 n to 8 n + 7. Asynchronous: multiply_fence() after registers were written otherwise and before the first
 // product, multiply_commit() behind the last, multiply_wait<N>() until at most N commits are under way, then pin() on what
@@ -233,6 +246,8 @@ __device__ __forceinline__ Description describe(const void* b, Layout layout, ui
 
 template <class T>  // N = 64, b as columns of 16 k
 __device__ __forceinline__ void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add);
+template <class T>  // the same with a in shared memory too, as 64 rows of 16 k
+__device__ __forceinline__ void multiply_tiles(float (&d)[8][4], const Description& a, const Description& b, int add);
 template <class T>  // N = 128, b as rows of columns
 __device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Description& b, int add);
 
@@ -249,6 +264,17 @@ __device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32
         "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n" \
         : GDN_TILES(d, 0), GDN_TILES(d, 4) \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add)); \
+  } \
+  template <> \
+  __device__ __forceinline__ void multiply_tiles<T>(float (&d)[8][4], const Description& a, const Description& b, int add) { \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
+        "%32, %33, p, 1, 1, 0, 0;\n}\n" \
+        : GDN_TILES(d, 0), GDN_TILES(d, 4) \
+        : "l"(a.bits()), "l"(b.bits()), "r"(add)); \
   } \
   template <> \
   __device__ __forceinline__ void multiply_n_major<T>(float (&d)[16][4], const uint32_t* a, const Description& b, int add) { \

@@ -2,11 +2,11 @@
 // once. The mathematics and the care for alpha = 0 are those of chunks.cu; what is left behind: the triangular matrices and, where
 // the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
 //
-// One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. K K^T and Q K^T
-// are products of the warpgroup and go round through shared memory, 16x16 blocks in the order of mma fragments. Then a warp
-// makes one state head's matrices, alone: everything but the diagonal blocks' substitution stays in its registers, and no
-// warp waits for another. `M` is the type of the operands that are left: the inputs' own, or fp16, whose mantissa is
-// three bits longer.
+// One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. What limits it is shared
+// memory and L1, so each warp keeps what it has: K K^T and Q K^T are products of the warpgroup, and of its 16 rows of them a warp
+// makes the diagonal blocks and the scores of all heads straight from the accumulators. Only K K^T off the diagonal goes round through
+// shared memory, 16x16 blocks in the order of mma fragments: from it a warp makes the inverse of one state head, alone, in its
+// registers. `M` is the type of the operands that are left: the inputs' own, or fp16, whose mantissa is three bits longer.
 #include <algorithm>
 #include <cstring>
 
@@ -24,11 +24,12 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kHeadsAtMost = kWarps;
+constexpr int kTogether = 5;              // CTAs that a multiprocessor holds at most
 constexpr int kSlotsY = 32768;            // of the grid's y
-constexpr int kBlocks = 10;               // 16x16 blocks on and below the diagonal
+constexpr int kBlocks = 6;                // 16x16 blocks of K K^T off the diagonal
 constexpr int kStride = 16 + 4;           // floats, of a diagonal block's rows: fragments and columns fall into different banks
 constexpr int kPitch = 16 * kStride + 4;  // floats, from a diagonal block to the next: the same, for the four that are read at once
-constexpr int kDiagonals = 4 * kPitch;    // floats of a warp
+constexpr int kDiagonals = 4 * kPitch;    // floats of a head
 
 struct Gates {
   float sum[kChunk];     // of log2(alpha), from the chunk's start to here
@@ -39,30 +40,23 @@ struct Gates {
   int zeros[kChunk];
 };
 struct Rows {
-  float k_scale[kChunk], q_scale[kChunk];  // the tiles' rows times these are k and q
+  float k_scale[kChunk], q_scale[kChunk];  // the tiles' rows times these are k and q; only where operands are fp16 for bf16 inputs
+  float squares[kChunk];                   // |k|^2
+  uint64_t landed;                         // barrier: the copy engine has brought the tiles
 };
 
-// Shared memory: the tiles of k and q, and in their place, when they are done with, the warps' diagonal blocks and both
-// products; the gates. Four CTAs a multiprocessor.
-constexpr int kProducts = kWarps * kDiagonals * 4;
-constexpr int kProductsEnd = kProducts + 2 * kBlocks * 32 * 8 * 4;
+// Shared memory: the tiles of k and q, and in their place, when they are done with, the heads' diagonal blocks and K K^T;
+// the gates. Five CTAs a multiprocessor, four where rows are scaled.
+constexpr int kProducts = kHeadsAtMost * kDiagonals * 4;
+constexpr int kProductsEnd = kProducts + kBlocks * 32 * 8 * 4;
 constexpr int kGates = kProductsEnd > 2 * kTileBytes ? kProductsEnd : 2 * kTileBytes;
 constexpr int kBytes = 1024 + kGates + kHeadsAtMost * int(sizeof(Gates)) + int(sizeof(Rows));
-static_assert(4 * (kBytes + 1024) <= 228 << 10, "shared memory of a multiprocessor");
+static_assert(kTogether * (kBytes + 1024) <= 228 << 10, "shared memory of a multiprocessor");
 
 __device__ __forceinline__ int tile_at(int row, int piece) { return piece / 8 * 8192 + row * 128 + ((piece ^ row) & 7) * 16; }
 
-// Where block (i, j) of scale Q K^T, targets by sources, and block (j, i) of K K^T, sources by targets, lie; j <= i. Off the diagonal
-// K K^T is rounded for TF32.
-__host__ __device__ constexpr int scores_block(int i, int j) { return kBlocks + i * (i + 1) / 2 + j; }
-__host__ __device__ constexpr int keys_block(int j, int i) { return 4 * j - j * (j - 1) / 2 + i - j; }
-
-// |k|^2 of token t, from the diagonal of K K^T.
-__device__ __forceinline__ float square(const float4* products, int t) {
-  const int b = t / 16, h = t / 8 % 2, g = t % 8;
-  const float4 x = products[(2 * keys_block(b, b) + h) * 32 + 4 * g + g / 2];
-  return h == 0 ? (g % 2 == 0 ? x.x : x.y) : (g % 2 == 0 ? x.z : x.w);
-}
+// Where block (j, i) of K K^T, sources by targets, lies; j < i. It is rounded for TF32.
+__host__ __device__ constexpr int keys_block(int j, int i) { return j * (7 - j) / 2 + i - j - 1; }
 
 // --- gates -------------------------------------------------------------------------------------------------------------
 
@@ -71,6 +65,14 @@ struct GateBits {
   uint32_t g[2], beta[2], g_shift, beta_shift;  // as load_bits has them; 32 tokens are a whole number of words
   Bits A_log, dt_bias;
 };
+
+__device__ __forceinline__ void load_raw_gate(GateBits& x, const PrefillParams& p, int h) {
+  x.A_log = x.dt_bias = Bits{};
+  if (p.gate == Gate::raw) {
+    x.A_log = load_bits(p.A_log, h, p.A_log_dtype);
+    x.dt_bias = load_bits(p.dt_bias, h, p.dt_bias_dtype);
+  }
+}
 
 __device__ __forceinline__ void load_gates(GateBits& x, const PrefillParams& p, int64_t token, int from, int to, int h) {
   const int lane = threadIdx.x % 32;
@@ -89,11 +91,38 @@ __device__ __forceinline__ void load_gates(GateBits& x, const PrefillParams& p, 
   };
   x.g_shift = load(x.g, p.g, p.g_stride, p.g_dtype, p.gate != Gate::none);
   x.beta_shift = load(x.beta, p.beta, p.beta_stride, p.beta_dtype, p.beta != nullptr);
-  x.A_log = x.dt_bias = Bits{};
-  if (p.gate == Gate::raw) {
-    x.A_log = load_bits(p.A_log, h, p.A_log_dtype);
-    x.dt_bias = load_bits(p.dt_bias, h, p.dt_bias_dtype);
+  load_raw_gate(x, p, h);
+}
+
+// The same of four heads at once (Plan::wide_gates), by way of shared memory, where each head's warp finds its bits: a load a token
+// instead of four, each of which would bring 32 bytes for 4.
+__device__ __forceinline__ void load_wide_gates(Gates* gates, const PrefillParams& p, int64_t token, int from, int to, int first_head) {
+  const int t = threadIdx.x % kChunk;
+  const bool beta = threadIdx.x / kChunk == 1;
+  const auto load = [&](const void* data, const Strides3& stride, DType dtype) {
+    const int size = dtype == DType::f32 ? 4 : 2;
+    const char* address = static_cast<const char*>(data) + ((token + t) * stride.token + first_head) * size;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (t < from || t >= to) return x;
+    if (size == 4) return *reinterpret_cast<const uint4*>(address);
+    const uint2 pairs = *reinterpret_cast<const uint2*>(address);
+    return make_uint4(pairs.x & 0xffff, pairs.x >> 16, pairs.y & 0xffff, pairs.y >> 16);
+  };
+  if (beta ? p.beta == nullptr : p.gate == Gate::none) return;
+  const uint4 x = beta ? load(p.beta, p.beta_stride, p.beta_dtype) : load(p.g, p.g_stride, p.g_dtype);
+  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int h = 0; h < 4; h++) (beta ? gates[h].beta : gates[h].sum)[t] = __uint_as_float(words[h]);
+}
+__device__ __forceinline__ void find_gates(GateBits& x, const Gates& gates, const PrefillParams& p, int h) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    x.g[i] = p.gate != Gate::none ? __float_as_uint(gates.sum[lane + 32 * i]) : 0;
+    x.beta[i] = p.beta != nullptr ? __float_as_uint(gates.beta[lane + 32 * i]) : 0;
   }
+  x.g_shift = x.beta_shift = 0;
+  load_raw_gate(x, p, h);
 }
 
 __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates, const GateBits& x, int from, int to) {
@@ -156,9 +185,9 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
   __syncwarp();
 }
 
-// What the recurrence wants of them, with the scales of the tiles' rows, by the warp that made them.
-__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, const float4* products, float scale,
-                                            bool bound) {
+// What the recurrence wants of them, with the scales of the tiles' rows if they are scaled, by a warp.
+template <bool scaled>
+__device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, float scale, bool bound) {
   const int lane = threadIdx.x % 32;
   const float last = gates.sum[kChunk - 1];
   const int zeros_last = gates.zeros[kChunk - 1];
@@ -166,14 +195,15 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int t = lane + 32 * i;
-    const float sum = gates.sum[t], beta = gates.beta[t], k_scale = rows.k_scale[t];
+    const float sum = gates.sum[t], beta = gates.beta[t];
+    const float k_scale = scaled ? rows.k_scale[t] : 1.f, q_scale = scaled ? rows.q_scale[t] : 1.f;
     gamma = gates.zeros[t] == 0 ? exp2f(sum) : 0.f;
     out[kBeta * kChunk + t] = beta;
     out[kBetaGamma * kChunk + t] = beta * gamma * k_scale;
-    out[kScaleGamma * kChunk + t] = scale * gamma * rows.q_scale[t];
+    out[kScaleGamma * kChunk + t] = scale * gamma * q_scale;
     out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * k_scale : 0.f;
     // A token's transition alpha (I - beta k k^T) has the norm alpha max(1, |1 - beta |k|^2|).
-    if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * square(products, t))));
+    if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * rows.squares[t])));
   }
   if (bound)
 #pragma unroll
@@ -350,14 +380,6 @@ __device__ __forceinline__ void multiply(Block& d, const Left& a, const Right& b
     for (int n = 0; n < (triangle && h == 0 ? 1 : 2); n++) mma_tf32(d[n], a.x[h], b.x[h][2 * n], b.x[h][2 * n + 1]);
 }
 
-__device__ __forceinline__ void load_block(Block& x, const float4* products, int number, int lane) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const float4 y = products[(2 * number + h) * 32 + lane];
-    x[h][0] = y.x, x[h][1] = y.y, x[h][2] = y.z, x[h][3] = y.w;
-  }
-}
-
 __device__ __forceinline__ void load_right(Right& x, const float4* products, int number, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -386,24 +408,25 @@ __device__ __forceinline__ void store_block(char* matrix, int i, int j, const Bl
     for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
 }
 
-// Block (b, b) of L, into shared memory, and of the scores: decays from token to token. With `zeros` there may be alpha = 0.
-template <class M, bool zeros>
-__device__ __forceinline__ void diagonal_block(char* scores, const Gates& gates, const float4* products, float* diagonals, int b) {
+// This warp's diagonal block of a head: of L, into shared memory, and of the scores. `keys` and `queries` are those of K K^T and
+// scale Q K^T. Decays from token to token.
+template <class M>
+__device__ __forceinline__ void diagonal_block(char* scores, float* diagonals, const Gates& gates, const Block& keys, const Block& queries,
+                                               int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  Block keys, s;
-  load_block(keys, products, keys_block(b, b), lane);
-  load_block(s, products, scores_block(b, b), lane);
-  float* lower = diagonals + b * kPitch + g * kStride + 2 * q;
+  const bool any_zeros = gates.zeros[kChunk - 1] != 0;  // alpha = 0 is rare
+  float* lower = diagonals + warp * kPitch + g * kStride + 2 * q;
+  Block s = {};
 #pragma unroll
   for (int e = 0; e < 2; e++) {
-    const int row = 16 * b + g + 8 * e;
+    const int row = 16 * warp + g + 8 * e;
     const float sum = gates.sum[row], beta = gates.beta[row];
 #pragma unroll
     for (int h = 0; h <= e; h++) {
-      const int column = 16 * b + 8 * h + 2 * q;
+      const int column = 16 * warp + 8 * h + 2 * q;
       const float2 sums = *reinterpret_cast<const float2*>(&gates.sum[column]);
       float decay[2] = {exp2_approximate(sum - sums.x), exp2_approximate(sum - sums.y)};
-      if (zeros) {
+      if (any_zeros) {
 #pragma unroll
         for (int f = 0; f < 2; f++) decay[f] = gates.zeros[row] == gates.zeros[column + f] ? decay[f] : 0.f;
       }
@@ -412,14 +435,38 @@ __device__ __forceinline__ void diagonal_block(char* scores, const Gates& gates,
           make_float2(beta * keys[h][2 * e] * decay[0], beta * keys[h][2 * e + 1] * decay[1]);
       // Above the diagonal a decay means nothing and may be infinite: selected away.
 #pragma unroll
-      for (int f = 0; f < 2; f++) {
-        const float x = s[h][2 * e + f] * decay[f];
-        s[h][2 * e + f] = h < e || 2 * q + f <= g ? x : 0.f;
-      }
+      for (int f = 0; f < 2; f++) s[h][2 * e + f] = h < e || 2 * q + f <= g ? queries[h][2 * e + f] * decay[f] : 0.f;
     }
   }
-  s[1][0] = s[1][1] = 0.f;
-  store_block<M>(scores, b, b, s, lane);
+  store_block<M>(scores, warp, warp, s, lane);
+}
+
+// Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens, from
+// there to the start of the target's, and from there to the target. The one between, of the 16 tokens of block j:
+__device__ __forceinline__ float across(const Gates& gates, int j) { return j == 1 ? gates.before[31] : j == 2 ? gates.before[47] : 1.f; }
+
+// This warp's row of scores of a head, left of the diagonal.
+template <class M>
+__device__ __forceinline__ void scores_row(char* scores, const Gates& gates, const float (&queries)[8][4], int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  float by[2] = {gates.before[16 * warp + g], gates.before[16 * warp + g + 8]};
+#pragma unroll
+  for (int j = 2; j >= 0; j--)
+    if (j < warp) {
+      Block s;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float2 after = *reinterpret_cast<const float2*>(&gates.after[16 * j + 8 * h + 2 * q]);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          s[h][2 * e] = queries[2 * j + h][2 * e] * (by[e] * after.x);
+          s[h][2 * e + 1] = queries[2 * j + h][2 * e + 1] * (by[e] * after.y);
+        }
+      }
+      store_block<M>(scores, warp, j, s, lane);
+      const float next = across(gates, j);
+      by[0] *= next, by[1] *= next;
+    }
 }
 
 // Columns `column` and `column` + 8 of the inverse of I + L, a 16x16 block, by substitution. In 8x8 blocks, [A 0, C B]: the
@@ -454,22 +501,12 @@ __device__ __forceinline__ void invert(float (&x)[8], float (&y)[8], float (&z)[
   }
 }
 
-// Coupling and scores of one head, by one warp. `diagonals` is its own scratch.
+// Coupling of one head, by one warp. `diagonals` are the head's.
 template <class M>
-__device__ __forceinline__ void make_matrices(char* record, const Gates& gates, const float4* products, float* diagonals) {
+__device__ __forceinline__ void make_coupling(char* record, const Gates& gates, const float4* products, float* diagonals) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  char* scores = record + kScoresAt;
-  const bool any_zeros = gates.zeros[kChunk - 1] != 0;
 
-#pragma unroll
-  for (int b = 0; b < 4; b++) diagonal_block<M, false>(scores, gates, products, diagonals, b);
-  if (any_zeros) {  // rare: once more
-#pragma unroll 1
-    for (int b = 0; b < 4; b++) diagonal_block<M, true>(scores, gates, products, diagonals, b);
-  }
-  __syncwarp();
-
-  // Their inverses, a block for eight lanes. Left behind transposed.
+  // The diagonal blocks' inverses, a block for eight lanes. Left behind transposed.
   {
     float x[8], y[8], z[8];
     const int column = lane % 8;
@@ -485,26 +522,6 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
     __syncwarp();
   }
 
-  // Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens, from
-  // there to the start of the target's, and from there to the target.
-  const float across[4] = {1.f, gates.before[31], gates.before[47], 1.f};  // the 16 tokens of a block
-#pragma unroll
-  for (int i = 1; i < 4; i++) {
-    float by[2] = {gates.before[16 * i + g], gates.before[16 * i + g + 8]};
-#pragma unroll
-    for (int j = i - 1; j >= 0; j--) {
-      Block s;
-      load_block(s, products, scores_block(i, j), lane);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float2 after = *reinterpret_cast<const float2*>(&gates.after[16 * j + 8 * h + 2 * q]);
-#pragma unroll
-        for (int e = 0; e < 2; e++) s[h][2 * e] *= by[e] * after.x, s[h][2 * e + 1] *= by[e] * after.y;
-      }
-      store_block<M>(scores, i, j, s, lane);
-      by[0] *= across[j], by[1] *= across[j];
-    }
-  }
   // The inverse by rows of blocks: inverse[i, j] = -(sum over m from j + 1 to i of inverse[i, m] L[m, j]) inverse[j, j]. The
   // factors of L[m, j] go elsewhere, so that K K^T itself is the operand: those of targets to inverse[i, m], those of sources
   // to inverse[j, j], those between to the sums.
@@ -551,7 +568,7 @@ __device__ __forceinline__ void make_matrices(char* record, const Gates& gates, 
 #pragma unroll
           for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) sum[h][e] *= across[m];
+            for (int e = 0; e < 4; e++) sum[h][e] *= across(gates, m);
         Right keys;
         load_right(keys, products, keys_block(j, m), lane);
         multiply(sum, row[m], keys);
@@ -574,17 +591,52 @@ struct Groups {
 
 __device__ __forceinline__ int divide(int x, uint32_t reciprocal) { return reciprocal == 0 ? x : int(uint64_t(x) * reciprocal >> 32); }
 
+// Where a chunk's tokens lie is known two loads after the kernel has begun. Where CTAs are few, which one asks for what does not matter: each
+// asks for as many tokens as come to a slot, about where its own are, and these loads find them in L2. Two warps.
+__device__ __forceinline__ void prefetch_guess(const PrefillParams& p, const Plan& plan, int64_t slot, int first_head, int kh, int qh, bool tiles) {
+  const int64_t about = int64_t(float(slot) * plan.tokens_a_slot), last = p.num_tokens - kChunk, guess = about < last ? about : last;
+  if (guess < 0) return;
+  if (threadIdx.x >= 64) {
+    if (threadIdx.x == 64 && tiles && plan.mapped)
+      for (int i = 0; i < 4; i++) tensor_prefetch(plan.maps[i / 2], i % 2 * 64, i < 2 ? kh : qh, int(guess));
+    return;
+  }
+  const int64_t token = guess + threadIdx.x % 32;
+  const auto prefetch = [&](const void* data, const Strides3& stride, DType dtype) {
+    for (int i = 0; i < 2; i++)
+      prefetch_line(static_cast<const char*>(data) + ((token + 32 * i) * stride.token + first_head * stride.head) * (dtype == DType::f32 ? 4 : 2));
+  };
+  if (threadIdx.x < 32 && p.gate != Gate::none) prefetch(p.g, p.g_stride, p.g_dtype);
+  if (threadIdx.x >= 32 && p.beta != nullptr) prefetch(p.beta, p.beta_stride, p.beta_dtype);
+}
+
+// CTAs that start together would all wait until memory has brought all their tiles, and then leave it idle. So those of a multiprocessor
+// ask one after the other, about as fast as memory answers; gates come meanwhile.
+constexpr int kTurn = 1600;  // cycles
+__device__ __forceinline__ void wait_until(int64_t begin, int turn) {
+  while (clock64() - begin < turn * kTurn) {
+  }
+}
+
 // Grid: x = share of the pass's heads, y and z = slot, the last first. Neighbours run at the same time and read what lies side
 // by side: one token's heads of q, k and gates. And what the recurrence begins with is written last, and still in L2.
 template <class T, class M>
-__global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan,
+__global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether : 4) chunks(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan,
                                                            const __grid_constant__ Groups groups) {
   GDN_SHARED(unaligned);
+  constexpr bool same = std::is_same_v<T, M>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int64_t slot = plan.slots - 1 - (int64_t(blockIdx.z) * kSlotsY + blockIdx.y);
   if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x < 2) plan.dealt[threadIdx.x] = 0;  // before any exit
   if (slot < 0) return;
   let_next_start();
+  const int64_t begin = clock64();
+  const int first_head = plan.first_head + blockIdx.x * plan.heads_a_block;
+  const int kh = divide(first_head, groups.k_reciprocal), qh = divide(first_head, groups.q_reciprocal);
+  // The how many-th CTA of its multiprocessor this is, of those that start together.
+  const uint32_t number = blockIdx.y * gridDim.x + blockIdx.x, in_turn = number / plan.multiprocessors;
+  const int turn = blockIdx.z == 0 && in_turn < kTogether ? in_turn : 0;
+  if (plan.few) prefetch_guess(p, plan, slot, first_head, kh, qh, turn == 0);
   const int index = find_sequence(p, slot);
   if (index < 0) return;
   const Sequence sequence = get_sequence(p, index);
@@ -592,8 +644,6 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   if (c >= sequence.chunks) return;
   const int64_t token = sequence.first_token(c);
   const int from = sequence.from(c), to = sequence.to(c);
-  const int first_head = plan.first_head + blockIdx.x * plan.heads_a_block;
-  const int kh = divide(first_head, groups.k_reciprocal), qh = divide(first_head, groups.q_reciprocal);
 
   uint8_t* shared = align_shared(unaligned, 1024);
   uint8_t *k_tile = shared, *q_tile = shared + kTileBytes;
@@ -601,90 +651,124 @@ __global__ void __launch_bounds__(32 * kWarps, 4) chunks(const __grid_constant__
   auto* gates = reinterpret_cast<Gates*>(shared + kGates);
   auto& rows = *reinterpret_cast<Rows*>(gates + kHeadsAtMost);
 
-  {
-    const Place place;
-    constexpr bool again = std::is_same_v<T, M>;
-    fetch_rows<again>(k_tile, place, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
-    fetch_rows<again>(q_tile, place, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
+  // The tiles by the copy engine if all rows are tokens of the sequence, or else a box would bring neighbours' among them.
+  const bool boxes = plan.mapped && from == 0 && to == kChunk;
+  const Place place;
+  const auto bring_boxes = [&] {
+    wait_until(begin, turn);
+    barrier_arrive_expect(&rows.landed, 2 * kTileBytes);
+#pragma unroll
+    for (int i = 0; i < 4; i++) tensor_copy(shared + i * 8192, plan.maps[i / 2], i % 2 * 64, i < 2 ? kh : qh, int(token), &rows.landed);
+  };
+  if (threadIdx.x == 0) {
+    barrier_init(&rows.landed, 1);
+    barrier_init_done();
+    if (boxes && turn < 2) bring_boxes();
+  }
+  if (!boxes) {
+    fetch_rows<same>(k_tile, place, static_cast<const uint16_t*>(p.k) + kh * p.k_stride.head, p.k_stride.token, p.k_aligned, token, from, to);
+    fetch_rows<same>(q_tile, place, static_cast<const uint16_t*>(p.q) + qh * p.q_stride.head, p.q_stride.token, p.q_aligned, token, from, to);
     copy_commit();
-    if (warp < plan.heads_a_block) {
-      GateBits bits;
+  }
+  if (plan.wide_gates) load_wide_gates(gates, p, token, from, to, first_head);
+  __syncthreads();
+  if (warp < plan.heads_a_block) {
+    GateBits bits;
+    if (plan.wide_gates)
+      find_gates(bits, gates[warp], p, first_head + warp);
+    else
       load_gates(bits, p, token, from, to, first_head + warp);
-      make_gates(p, gates[warp], bits, from, to);
-    }
-    copy_wait<0>();
+    make_gates(p, gates[warp], bits, from, to);
+  }
+  if (threadIdx.x == 0 && boxes && turn >= 2) bring_boxes();
+  boxes ? barrier_wait(&rows.landed, 0) : copy_wait<0>();
+  if (!boxes || p.l2norm || !same) {
 #pragma unroll 1
     for (int i = 0; i < 2; i++)
       normalise_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? rows.k_scale : rows.q_scale);
+    fence_async_proxy();
+    __syncthreads();
+    if (threadIdx.x == 0 && !(same && plan.raw)) {
+      // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
+      if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
+      if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
+    }
+    __syncwarp();
   }
-  fence_async_proxy();
-  __syncthreads();
-  if (threadIdx.x == 0 && !(std::is_same_v<T, M> && plan.raw)) {
-    // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
-    if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
-    if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
-  }
-  __syncwarp();
 
   // Rows 16 warp.. of K K^T and Q K^T.
   float kk[8][4], qk[8][4];
-  const auto multiply_rows = [&](float(&d)[8][4], const uint8_t* tile) {
-    uint32_t a[32];
-#pragma unroll
-    for (int k = 0; k < 8; k++) {
-      uint32_t x[4];
-      load_tiles(x, tile + tile_at(16 * warp + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[4 * k + i] = x[i];
-    }
-    pin(a);
-    const auto columns = describe(k_tile, Layout::swizzled, 16, 1024);
+  {
+    const auto k_rows = describe(k_tile, Layout::swizzled, 16, 1024), q_rows = k_rows + kTileBytes;
     multiply_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_k_major<M>(d, a + 4 * k, columns + (k / 4 * 8192 + k % 4 * 32), k > 0);
+    for (int k = 0; k < 8; k++) multiply_tiles<M>(kk, k_rows + (k / 4 * 8192 + k % 4 * 32), k_rows + (k / 4 * 8192 + k % 4 * 32), k > 0);
+#pragma unroll
+    for (int k = 0; k < 8; k++) multiply_tiles<M>(qk, q_rows + (k / 4 * 8192 + k % 4 * 32), k_rows + (k / 4 * 8192 + k % 4 * 32), k > 0);
     multiply_commit();
     multiply_wait<0>();
-    pin(d);
-  };
-  multiply_rows(kk, k_tile);
-  multiply_rows(qk, q_tile);
-  if (threadIdx.x == 0) bulk_store_wait();
-  __syncthreads();  // the tiles are done with
-  float4* keys = products + 2 * (keys_block(warp, warp) - warp) * 32 + lane;
-  float4* scores = products + 2 * scores_block(warp, 0) * 32 + lane;
-  const bool scaled = !std::is_same_v<T, M> && !p.l2norm;
-  const float *k_scale = rows.k_scale + 16 * warp + g, *q_scale = rows.q_scale + 16 * warp + g;
-  const float k_row[2] = {k_scale[0], k_scale[8]}, q_row[2] = {p.scale * q_scale[0], p.scale * q_scale[8]};
-#pragma unroll
-  for (int b = 0; b < 4; b++) {
-    if (b >= warp)
-#pragma unroll
-      for (int n = 2 * b; n < 2 * b + 2; n++) {
-        if (scaled) {
-          const float2 column = *reinterpret_cast<const float2*>(&rows.k_scale[8 * n + 2 * q]);
-#pragma unroll
-          for (int i = 0; i < 2; i++) kk[n][2 * i] *= k_row[i] * column.x, kk[n][2 * i + 1] *= k_row[i] * column.y;
-        }
-        if (b > warp)
-#pragma unroll
-          for (int i = 0; i < 4; i++) kk[n][i] = __uint_as_float(round_to_tf32(kk[n][i]));
-        keys[32 * n] = make_float4(kk[n][0], kk[n][1], kk[n][2], kk[n][3]);
-      }
-    if (b <= warp)
-#pragma unroll
-      for (int n = 2 * b; n < 2 * b + 2; n++) {
-        float2 column = make_float2(1.f, 1.f);
-        if (scaled) column = *reinterpret_cast<const float2*>(&rows.k_scale[8 * n + 2 * q]);
-#pragma unroll
-        for (int i = 0; i < 2; i++) qk[n][2 * i] *= q_row[i] * column.x, qk[n][2 * i + 1] *= q_row[i] * column.y;
-        scores[32 * n] = make_float4(qk[n][0], qk[n][1], qk[n][2], qk[n][3]);
-      }
+    pin(kk);
+    pin(qk);
   }
-  __syncthreads();  // the products are there
-  if (warp >= plan.heads_a_block) return;
-  char* record = plan.record(slot, first_head + warp);
-  write_gates(reinterpret_cast<float*>(record + kGatesAt), gates[warp], rows, products, p.scale, plan.path.segment > 0);
-  make_matrices<M>(record, gates[warp], products, reinterpret_cast<float*>(shared) + warp * kDiagonals);
+  if (threadIdx.x == 0) bulk_store_wait();
+  if constexpr (!same) {
+    if (!p.l2norm) {
+      const float *k_scale = rows.k_scale + 16 * warp + g, *q_scale = rows.q_scale + 16 * warp + g;
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        const float2 column = *reinterpret_cast<const float2*>(&rows.k_scale[8 * n + 2 * q]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          kk[n][2 * i] *= k_scale[8 * i] * column.x, kk[n][2 * i + 1] *= k_scale[8 * i] * column.y;
+          qk[n][2 * i] *= q_scale[8 * i] * column.x, qk[n][2 * i + 1] *= q_scale[8 * i] * column.y;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) qk[n][i] *= p.scale;
+  __syncthreads();  // the tiles are done with, and all gates are there
+
+  float* diagonals = reinterpret_cast<float*>(shared);
+  {
+    Block keys, queries;
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      if (b == warp)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) keys[h][i] = kk[2 * b + h][i], queries[h][i] = qk[2 * b + h][i];
+      if (b > warp)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const auto& x = kk[2 * b + h];
+          uint32_t y[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) y[i] = round_to_tf32(x[i]);
+          reinterpret_cast<uint4*>(products)[(2 * keys_block(warp, b) + h) * 32 + lane] = make_uint4(y[0], y[1], y[2], y[3]);
+        }
+    }
+    if (q == g / 2) {
+      rows.squares[16 * warp + g] = g % 2 == 0 ? keys[0][0] : keys[0][1];
+      rows.squares[16 * warp + g + 8] = g % 2 == 0 ? keys[1][2] : keys[1][3];
+    }
+#pragma unroll 1
+    for (int h = 0; h < plan.heads_a_block; h++)
+      diagonal_block<M>(plan.record(slot, first_head + h) + kScoresAt, diagonals + h * kDiagonals, gates[h], keys, queries, warp);
+  }
+  __syncthreads();  // blocks of L and of K K^T are there
+  // Warps with fewer blocks of scores write gates.
+#pragma unroll 1
+  for (int h = 0; h < plan.heads_a_block; h++) {
+    char* record = plan.record(slot, first_head + h);
+    if (warp == (h == 0 ? 0 : h - 1))
+      write_gates<!same>(reinterpret_cast<float*>(record + kGatesAt), gates[h], rows, p.scale, plan.path.segment > 0);
+    scores_row<M>(record + kScoresAt, gates[h], qk, warp);
+  }
+  if (warp < plan.heads_a_block) make_coupling<M>(plan.record(slot, first_head + warp), gates[warp], products, diagonals + warp * kDiagonals);
 }
 
 template <class T, class M>

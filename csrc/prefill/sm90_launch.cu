@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "../common/device.h"
 #include "sm90_workspace.cuh"
 
 #ifdef GDN_EMULATE
@@ -87,16 +88,20 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
 }
 #endif
 
-// Whether the recurrence reads q and k in place: operands are of the inputs' own type, and q and k lie as the copy engine wants them.
-// Not where they are normalised, since that rounds them to their type, which no factor beside the products can do.
-bool reads_in_place(const PrefillParams& p, const Path& path, TensorMap (&maps)[2]) {
+// Whether the copy engine can read q and k where they are: maps[0], of k, and maps[1], of q.
+bool map_tiles(const PrefillParams& p, TensorMap* maps) {
 #if GDN_SM90
-  if (p.l2norm || (p.dtype != DType::f16 && path.half)) return false;
   return p.k_aligned && p.q_aligned && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
          tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens);
 #else
   return false;
 #endif
+}
+
+// Whether the recurrence does so: operands are of the inputs' own type. Not where q and k are normalised, since that rounds them to
+// their type, which no factor beside the products can do.
+bool reads_in_place(const PrefillParams& p, const Path& path, bool mapped) {
+  return mapped && !p.l2norm && (p.dtype == DType::f16 || !path.half);
 }
 
 struct Sizes {
@@ -128,7 +133,7 @@ bool serves(const PrefillParams& p) {
 int64_t workspace(const PrefillParams& p) {
   TensorMap maps[2];
   const Path path = path_of(p);
-  return Sizes(p, path, reads_in_place(p, path, maps)).total();
+  return Sizes(p, path, reads_in_place(p, path, map_tiles(p, maps))).total();
 }
 
 #if GDN_SM90
@@ -136,7 +141,8 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   const Path path = path_of(p);
   Plan plan{};
   plan.path = path;
-  plan.raw = reads_in_place(p, path, plan.maps);
+  plan.mapped = map_tiles(p, plan.maps);
+  plan.raw = reads_in_place(p, path, plan.mapped);
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
@@ -153,6 +159,14 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
     // As many heads a CTA, a warp each, as share their q and k.
     const int sharing = std::gcd(p.q_group, p.k_group);
     plan.heads_a_block = sharing % 4 == 0 ? 4 : sharing % 3 == 0 ? 3 : sharing % 2 == 0 ? 2 : 1;
+    const auto wide = [](const void* data, const Strides3& stride, DType dtype) {
+      const int size = dtype == DType::f32 ? 4 : 2;
+      return data == nullptr || (stride.head == 1 && stride.token % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0);
+    };
+    plan.wide_gates = plan.heads_a_block == 4 && (p.gate == Gate::none || wide(p.g, p.g_stride, p.g_dtype)) && wide(p.beta, p.beta_stride, p.beta_dtype);
+    plan.multiprocessors = multiprocessors();
+    plan.few = plan.slots * (plan.heads / plan.heads_a_block) <= 4 * multiprocessors();
+    plan.tokens_a_slot = float(p.num_tokens) / float(plan.slots);
     launch_chunks(p, plan, stream);
     if (path.segment > 0) {
       launch_segments(p, plan, stream);

@@ -10,8 +10,8 @@
 //            last chunks of one are computed. The first warp of the producers says what comes next.
 //   output   goes back through the stage's own V tile and is stored by the producers, before they fill the stage again: with
 //            the consumers doing so, a quarter of their time was spent on waiting for these stores.
-//   states   come and go through a stage too (Plan::staged): each unit begins with a stage that holds the state it starts from, brought
-//            ahead as chunks are, in which the consumers leave the state of the unit before.
+//   states   come and go through a stage too (Plan::staged): each unit but a CTA's first begins with a stage that holds the state it
+//            starts from, brought ahead as chunks are, in which the consumers leave the state of the unit before.
 //
 // Split sequences (sm90_launch.cu) use the same code twice: the first pass has no output and starts from nothing or, for the
 // transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
@@ -29,7 +29,7 @@ namespace gdn {
 namespace sm90 {
 namespace {
 
-constexpr int kStages = 3;
+constexpr int kStages = 3, kPages = 2 * kStages;
 constexpr int kProducers = 128, kCarriers = 96;
 
 // Shared memory of one stage; a segment's start is a multiple of 1024.
@@ -84,6 +84,10 @@ struct Common {
   uint64_t full[kStages], empty[kStages], exchanged[kStages], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
   Left left[kStages * kCarriers];  // each thread its own
+  // The row for the state behind a chunk, negative if it goes nowhere: no page or interval of checkpoints ends there, or the list says
+  // so. As wide as the list's entries. Read when the chunk's stage is already free.
+  int64_t page[kPages];
+  int64_t next_page;  // of the list, the entry for the next
   // What each lane of the warp that deals finds, all the same: registers are short there, and one copy would be a race.
   Unit drafts[32];
 };
@@ -94,20 +98,20 @@ constexpr int shared_bytes() {
 }
 static_assert(shared_bytes<2>() <= 227 << 10, "shared memory of a multiprocessor");
 
-// The chunks of the segment in a slot. Boundaries between segments lie at absolute multiples of their length.
+// The chunks of the segment in a slot. Segments are counted from the sequence's first chunk in this call.
 __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
   const int64_t tokens = int64_t(plan.path.segment) * kChunk;
   const int index = find_sequence(p, slot, tokens);
   if (index < 0) return false;
   work.index = index;
   sequence = get_sequence(p, index);
-  const int64_t offset = sequence.prefix / kChunk % plan.path.segment;  // chunks of the first segment that came before
-  const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index)), count = (offset + sequence.chunks + plan.path.segment - 1) / plan.path.segment;
+  const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index));
+  const int64_t count = (sequence.chunks + plan.path.segment - 1) / plan.path.segment;
   work.segment = slot;
   if (number >= (sequence.chunks > 0 ? count : 1)) return false;
   work.first = number == 0, work.last = sequence.chunks == 0 || number == count - 1;
-  work.begin = number == 0 ? 0 : number * plan.path.segment - offset;
-  const int64_t end = (number + 1) * plan.path.segment - offset;
+  work.begin = number * plan.path.segment;
+  const int64_t end = work.begin + plan.path.segment;
   work.end = end < sequence.chunks ? end : sequence.chunks;
   return true;
 }
@@ -245,10 +249,10 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
   return work.begin - 1;
 }
 
-// Tells the others what comes next: units are dealt out as CTAs become free, so that long and short sequences mix; a CTA asks for
-// the number of its next one no sooner. A warp together.
+// What comes next, into the warp's drafts: units are dealt out as CTAs become free, so that long and short sequences mix; a CTA asks
+// for the number of its next one no sooner. A warp together.
 template <int kGroups, bool kOutput>
-__device__ __forceinline__ void deal(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
+__device__ __forceinline__ void draft(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
   const int lane = threadIdx.x % 32;
   Unit& unit = common.drafts[lane];
   uint32_t next = blockIdx.x;
@@ -279,6 +283,11 @@ __device__ __forceinline__ void deal(Common& common, const PrefillParams& p, con
       if (p.initial.data != nullptr) bulk_prefetch(static_cast<const char*>(p.initial.data) + row * size, 64 * kGroups * kHead * size);
     }
   }
+}
+
+// Tells the others.
+__device__ __forceinline__ void deal(Common& common, uint32_t turn) {
+  const int lane = threadIdx.x % 32;
   barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
   __syncwarp();
   auto* to = reinterpret_cast<uint4*>(&common.units[turn % kUnits]);
@@ -350,8 +359,9 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   };
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that stages are full and there is time, the one after that at hand.
-    deal<kGroups, kOutput>(common, p, plan, units, turn);
-    if (turn == 0) wait_for_previous();  // V comes meanwhile
+    draft<kGroups, kOutput>(common, p, plan, units, turn);
+    if (kOutput && turn == 0) __syncthreads();  // as the other warps have, once shared memory is ready
+    deal(common, turn);
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
       barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
@@ -386,12 +396,13 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     }
     chunks = int(work.end - work.begin);
     if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
-    if (kOutput && plan.staged) {  // the stage of the state, which others bring
+    if (kOutput && plan.staged && turn > 0) {  // the stage of the state, which others bring
       uint64_t* full = &common.full[filled % kStages];
       barrier_wait(&common.empty[filled % kStages], filled / kStages % 2 ^ 1);
       filled++;
       if (lane < (kMayBeRaw ? 2 : 1)) barrier_arrive(full);
     }
+    if (turn == 0) wait_for_previous();  // V and the state come meanwhile
     // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
     fill(chunks > kShort ? chunks - 2 : chunks < kStages ? chunks : kStages, unit);
   }
@@ -443,6 +454,22 @@ __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, floa
   for (int i = thread; i < 4 * kGroups * kWarpArrivals; i += kCarriers) barrier_arrive(empty);  // for the consumers
 }
 
+// Chunks from a boundary to the next; none is further away than any sequence is long.
+__device__ __forceinline__ int32_t boundary_every(const PrefillParams& p) {
+  const auto interval = uint64_t(p.checkpoint_every) / kChunk;
+  return interval < uint64_t(INT32_MAX) ? int32_t(interval) : INT32_MAX;
+}
+// How many chunks from one of a sequence's on the next boundary is, that chunk included; and the list's entry for it.
+__device__ __forceinline__ void find_boundary(const PrefillParams& p, const Sequence& sequence, int64_t chunk, int& until, int64_t& entry) {
+  const uint32_t every = boundary_every(p);
+  const uint32_t behind = uint32_t(sequence.prefix / kChunk) % every + uint32_t(chunk);  // no division of 64 bits: such take long
+  entry = sequence.starts + behind / every;
+  until = int32_t(every - behind % every);
+}
+__device__ __forceinline__ const Index& checkpoint_rows(const PrefillParams& p) {
+  return p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
+}
+
 // Carries V, or a state, into each stage, once what the consumers left there is out.
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
@@ -481,7 +508,11 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     uint16_t* output = static_cast<uint16_t*>(p.output) + work.head * p.output_stride.head + token * p.output_stride.token + column;
     const int chunks = int(work.end - work.begin), last_row = work.last && chunks > 0 ? unit.sequence.to(work.end - 1) : kChunk;
     Rows rows{unit.sequence.from(work.begin), kChunk};
-    if (kOutput && plan.staged) {
+    // One thread brings the rows of checkpoints too.
+    const bool pages = kOutput && threadIdx.x == 128 * kGroups + 32;
+    int until = 0;
+    if (pages && p.checkpoints.data != nullptr && p.checkpoint_every > 0) find_boundary(p, unit.sequence, work.begin, until, common.next_page);
+    if (kOutput && plan.staged && any) {
       const Unit& before = common.units[(place + kUnits - 1) % kUnits];
       const int64_t write = before.sequence.write;
       const bool leaves = any && before.work.last && p.final.data != nullptr && write >= 0;
@@ -497,6 +528,18 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
       if (chunk == chunks - 1) rows.to = last_row;
       next_stage({output, rows.from + 256 * rows.to});
       uint64_t* full = &common.full[number];
+      if (pages) {
+        int64_t& page = common.page[number + parity * kStages];
+        page = -1;
+        if (--until == 0) {
+          // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
+          const Index& list = checkpoint_rows(p);
+          if (rows.to == kChunk && list.data == nullptr) page = common.next_page;
+          if (rows.to == kChunk && list.data != nullptr) copy_index(&page, static_cast<const char*>(list.data) + common.next_page * (list.wide ? 8 : 4), list.wide);
+          if (!p.v_aligned) copy_commit(), copy_wait<0>();
+          common.next_page++, until = boundary_every(p);
+        }
+      }
       if (with_v) {
         copy_v(stages + number * S::bytes + S::v, p, rows, v, share);
         p.v_aligned ? barrier_arrive_copies(full) : barrier_arrive(full);
@@ -802,7 +845,9 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     barrier_wait(&common.unit_full[unit_place], units_done / kUnits % 2);
     const Work& work = common.units[unit_place].work;
     const Sequence& sequence = common.units[unit_place].sequence;
-    const bool end = common.units[unit_place].end, staged = kOutput && plan.staged && !end;
+    // The first state comes straight to registers: nothing has to leave, and all stages are for chunks.
+    const bool end = common.units[unit_place].end, staged = kOutput && plan.staged && !end && units_done > 0;
+    if (kOutput && units_done == 0 && (end || plan.path.segment > 0)) wait_for_previous();
     // What becomes of the state of the unit before.
     const Work& before = common.units[place_before].work;
     const int64_t write = common.units[place_before].sequence.write;
@@ -842,19 +887,14 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         load_states(s, segment_states(plan), segment_place(work, 0));
       }
     }
-    if (units_done > 0) barrier_arrive(&common.unit_empty[place_before]);
+    if (units_done > 0)
+      barrier_arrive(&common.unit_empty[place_before]);
+    else if (kOutput && plan.path.segment == 0)
+      wait_for_previous();
     uint32_t operand[32];
     factor[0] = factor[1] = 1.f;
     round_state<M>(operand, s, factor);
 
-    // Chunks to the next boundary; none is further away than any sequence is long.
-    int until_checkpoint = INT32_MAX;
-    const auto interval = [&](int64_t behind) {
-      const int64_t chunks = p.checkpoint_every / kChunk - behind;
-      return int(chunks < INT32_MAX ? chunks : INT32_MAX);
-    };
-    if (kOutput && p.checkpoints.data != nullptr && p.checkpoint_every > 0)
-      until_checkpoint = interval((sequence.prefix / kChunk + work.begin) % (p.checkpoint_every / kChunk));
     int left = int(work.end - work.begin);
     float x[8][4], o[8][4];
     uint32_t v[16];
@@ -884,25 +924,18 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         }
         uint32_t rounded[16];
         to_operand<T>(rounded, o);
-        put_output<kGroups>(rounded, stage + Stage<kGroups>::v, warp, lane);
+        put_output<kGroups>(rounded, stage + Stage<kGroups>::v, kBounded<M> ? unhoisted(warp) : warp, lane);
       }
       warp_arrive(&common.empty[done % kStages]);
       if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
       if constexpr (kOutput) {
-        // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
-        if (--until_checkpoint == 0 && (left > 1 || !work.last || sequence.to(work.end - 1) == kChunk)) {
-          const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-          const int64_t every = p.checkpoint_every / kChunk, passed = sequence.prefix / kChunk;
-          const int64_t entry = sequence.starts + (passed + work.end - left) / every - passed / every;
-          const int64_t at = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
-          if (at >= 0) {
-            true_values();
-            store_states(s, p.checkpoints, place(p.checkpoints, work, at));
-            if (kBounded<M>) multiply_rows(s, factor);
-          }
-          until_checkpoint = interval(0);
+        const int64_t page = common.page[(done + kStages) % kPages], at = checkpoint_rows(p).wide ? page : int64_t(int32_t(page));
+        if (at >= 0) {
+          true_values();
+          store_states(s, p.checkpoints, place(p.checkpoints, work, at));
+          if (kBounded<M>) multiply_rows(s, factor);
         }
       }
     }
@@ -933,22 +966,23 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
     if (std::is_same_v<T, M> && plan.raw)
       for (const TensorMap& map : plan.maps) prefetch_map(map);
   }
+  const bool brings = threadIdx.x / 32 == 4 * kGroups;
   for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
     const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
     *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
   }
   fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
-  __syncthreads();
+  if (!(kOutput && brings)) __syncthreads();  // this warp looks for its first unit before
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
-    if (threadIdx.x < 128 * kGroups + 32)
+    if (brings)
       bring<kGroups, kOutput, std::is_same_v<T, M>>(stages, common, p, plan, units);
     else
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {
     if constexpr (kGroups == 2) registers_up<(kOutput ? 216 : 200)>();
-    wait_for_previous();
+    if (!kOutput) wait_for_previous();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
   }
 }

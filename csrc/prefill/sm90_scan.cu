@@ -43,8 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
   wait_for_previous();
   if (sequence.chunks == 0) return;
   const int64_t first = sequence.begin / (int64_t(plan.path.segment) * kChunk) + 2 * int64_t(index);
-  const int64_t offset = sequence.prefix / kChunk % plan.path.segment;
-  const int count = int((offset + sequence.chunks + plan.path.segment - 1) / plan.path.segment);
+  const int count = int((sequence.chunks + plan.path.segment - 1) / plan.path.segment);
   if (count == 1) return;
   const int64_t step = int64_t(plan.heads) * (2 * kStageFloats);  // from segment to segment
 

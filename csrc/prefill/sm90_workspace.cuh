@@ -55,7 +55,9 @@ struct Plan {
   int32_t first_head, heads;  // of this pass
   int32_t heads_a_block;
   bool output_aligned;        // every head of output starts at a multiple of 16 bytes
-  bool raw;                   // the recurrence reads q and k in place, and there are no tiles
+  bool mapped;                // the copy engine can read q and k in place
+  bool raw;                   // and the recurrence does, and there are no tiles
+  bool wide_gates;            // g and beta of four heads lie side by side, at a multiple of their size together
   bool staged;                // the recurrence's initial and final states go through the stages of shared memory, as chunks do
   char *records, *q_tiles, *k_tiles;
   // Split sequences: the state that a segment reaches from nothing, and its transition, [segments, heads, 2, 128, 128];
@@ -63,7 +65,10 @@ struct Plan {
   float* states;
   int32_t* nonzero;  // [segments, heads]: whether the transition is not zero to the last bit
   uint32_t* dealt;   // [2]: units of the first pass and of the recurrence that CTAs have taken; the first kernel sets them to 0
-  TensorMap maps[2];  // raw: of k and of q, boxes of 64 columns of a head by 64 tokens
+  int32_t multiprocessors;
+  bool few;             // chunks and heads: the first kernel's CTAs all start together
+  float tokens_a_slot;
+  TensorMap maps[2];    // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens
 
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,17 +54,25 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
     def time(self, call: Callable[[], object], use_graph: bool = True) -> Timing:
+        return self.in_turns([call], use_graph)[0]
+
+    def in_turns(self, calls: Sequence[Callable[[], object]], use_graph: bool = True) -> list[Timing]:
+        """A time for each call, the calls taking turns, so that what drifts on the card drifts for all of them."""
         if self.device.type != "cuda":
-            return self._wall_clock(call)
-        graph, note = None, ""
-        if use_graph:
-            try:
-                graph = self._capture(call)
-            except Exception as error:  # a peer may synchronise or allocate in ways that a capture forbids
-                self.synchronize()
-                note = f"not captured: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-        replay = graph.replay if graph is not None else call
-        return self._events(replay, graph is not None, note)
+            return [self._wall_clock(call) for call in calls]
+        replays, notes = [], []
+        for call in calls:
+            graph, note = None, ""
+            if use_graph:
+                try:
+                    graph = self._capture(call)
+                except Exception as error:  # a peer may synchronise or allocate in ways that a capture forbids
+                    self.synchronize()
+                    said = str(error).splitlines()[0][:120] if str(error) else ""
+                    note = f"not captured: {type(error).__name__}: {said}"
+            replays.append(call if graph is None else graph.replay)
+            notes.append((graph is not None, note))
+        return [_summary(times, *note) for times, note in zip(self._events(replays), notes)]
 
     def _capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream(self.device)
@@ -87,21 +95,23 @@ class Timer:
         self.synchronize()
         return graph
 
-    def _events(self, replay: Callable[[], object], graph: bool, note: str) -> Timing:
-        def run(times: int) -> list[float]:
-            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-            for start, end in pairs:
-                self._flush.zero_()
-                start.record()
-                replay()
-                end.record()
+    def _events(self, replays: Sequence[Callable[[], object]]) -> list[list[float]]:
+        def run(rounds: int) -> list[list[float]]:
+            event = lambda: torch.cuda.Event(enable_timing=True)  # noqa: E731
+            pairs = [[(event(), event()) for _ in replays] for _ in range(rounds)]
+            for turn in pairs:
+                for replay, (start, end) in zip(replays, turn):
+                    self._flush.zero_()
+                    start.record()
+                    replay()
+                    end.record()
             self.synchronize()
-            return [start.elapsed_time(end) for start, end in pairs]
+            return [[start.elapsed_time(end) for start, end in mine] for mine in zip(*pairs)]
 
         first = time.perf_counter()
         run(3)
-        each = max((time.perf_counter() - first) / 3, 1e-6)
-        return _summary(run(max(self.fewest, min(MOST, int(self.budget / each)))), graph, note)
+        each = max((time.perf_counter() - first) / 3 / len(replays), 1e-6)
+        return run(max(self.fewest, min(MOST, int(self.budget / each))))
 
     def _wall_clock(self, call: Callable[[], object]) -> Timing:
         times: list[float] = []

@@ -149,6 +149,56 @@ def test_decode_again_serves_what_is_alike_and_refuses_the_rest(emulated):
         assert torch.equal(tensors[7], before)
 
 
+def test_decode_calls_like_the_one_before_are_served_in_cpp(emulated, monkeypatch, caplog):
+    """All through the public function: what is served without a request, and what is looked at in full."""
+    if emulated._emulated.decode_short is None:
+        pytest.skip("this torch has no exchange interface")
+    torch.manual_seed(0)
+    q, k, v, A_log, a, dt_bias, b, state = decode_arguments()[:8]
+    q, k, v, a, b = (torch.randn(x.shape).to(x.dtype) for x in (q, k, v, a, b))
+    table = dict(page_indices=torch.tensor([1, 0]), page_indptr=torch.tensor([0, 1, 2]), last_page_len=torch.tensor([3, 4]))
+    slots = gdn_multi.gdn_paged_decode_slots(**table)
+    ordinary = []
+    monkeypatch.setattr(emulated, "decode", lambda request: (ordinary.append(request), type(emulated).decode(emulated, request)))
+
+    def call(backend="cuda", **changes):
+        pool = torch.ones_like(state)
+        given = dict(q=q, k=k, v=v, A_log=A_log, a=a, dt_bias=dt_bias, b=b, state_pool=pool, slots=slots, backend=backend, **table)
+        return gdn_multi.gated_delta_rule_decode_paged(**{**given, **changes}), pool
+
+    def in_full(**changes):
+        before = len(ordinary)
+        call(**changes)
+        return len(ordinary) > before
+
+    first = call()
+    for changes in (dict(), dict(output=torch.empty_like(v)), dict(slots=None), dict(slots=None)):
+        again = call(**changes)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1]) and again[0] is not first[0]
+        assert "output" not in changes or again[0] is changes["output"]
+    assert len(ordinary) == 2, "of the call with slots, and of the one with the table"
+    assert not in_full() and not in_full(slots=None) and gdn_multi.last_backend() == ("gated_delta_rule_decode_paged", "cuda", "")
+    assert in_full(scale=0.5) and not in_full(scale=float("0.5"))
+    assert in_full(q=q[:1], k=k[:1], v=v[:1], a=a[:1], b=b[:1], slots=tuple(x[:1] for x in slots), **{
+        "page_indptr": table["page_indptr"][:2], "last_page_len": table["last_page_len"][:1]})  # fmt: skip
+    assert not in_full()
+    with monkeypatch.context() as changed:
+        changed.setenv("GDN_MULTI_BATCH_INVARIANT", "1")
+        assert in_full() and not in_full()
+    assert not in_full()
+    with pytest.raises(ValueError, match="A_log requires grad"):
+        call(A_log=A_log.clone().requires_grad_())
+    with pytest.raises(ValueError, match="b is a view whose sign"):
+        call(b=torch._neg_view(b))
+    with pytest.raises(TypeError, match="q must be a torch.Tensor"):
+        call(q=None)
+    with caplog.at_level("DEBUG", logger="gdn_multi"):
+        assert not in_full()
+    assert "served by cuda (as an earlier call like it)" in caplog.text
+    caplog.clear()
+    assert not in_full() and not caplog.text
+
+
 # --- prefill -------------------------------------------------------------------------------------
 
 GATES = (

@@ -44,18 +44,15 @@ def test_precise_means_fp16_operands_of_bfloat16():
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_equal_sequences_behind_prefixes_are_not_cut_into_one_and_a_bit(heads):
-    """A segment as long as the sequences, which begin anywhere in it, would cost a second pass and gain nothing."""
-    pages = object()
-    rows, segment, _ = choose(32768, 4, heads, pages=pages)
-    assert segment == 0 or segment * 64 * 2 <= 8192
-    aligned, anywhere = (heuristics.estimate(32768, 4, heads, 8192, SMS, 128, 128, x) for x in (False, True))
-    assert anywhere > aligned
+@pytest.mark.parametrize("lengths", [[2048], [32768], [1024] * 8, [256] * 32])
+def test_a_prefix_changes_no_choice(heads, lengths):
+    """Segments are counted from where a call begins, so pages take the path that the same call takes without."""
+    shape = sum(lengths), len(lengths), heads
+    assert choose(*shape, pages=object()) == choose(*shape) == choose(*shape, prefix_lens=object())
 
 
 def test_estimates_grow_with_work():
     times = [heuristics.estimate(n, 1, 16, n, SMS, 64, 0) for n in (64, 1000, 8192, 100_000)]
     assert times == sorted(times) and times[0] > 0
     for rows, segment in ((128, 0), (64, 0), (128, 16), (64, 16)):
-        for anywhere in (False, True):
-            assert heuristics.estimate(5000, 7, 12, 3000, SMS, rows, segment, anywhere) > 0
+        assert heuristics.estimate(5000, 7, 12, 3000, SMS, rows, segment) > 0

@@ -1,4 +1,5 @@
-"""csrc/decode/sm90_decode.cu on the CPU (cuda_emulator/): every plan has decode.cu's bits, and those are right."""
+"""csrc/decode/sm90_decode.cu on the CPU (cuda_emulator/): every plan has decode.cu's bits, and those are right. And the functions
+that csrc/bindings.cu gives to Python for calls like an earlier one."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytestmark = pytest.mark.build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gdn_multi.backends.cuda import _python, build  # noqa: E402
+from gdn_multi.backends.cuda import build, load_library  # noqa: E402
 
-from gdn_multi import reference  # noqa: E402
+from gdn_multi import dispatch, env, reference  # noqa: E402
 from gdn_multi.layout import csrc_dir  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,8 +31,7 @@ PORTABLE = -1
 
 @pytest.fixture(scope="module")
 def library():
-    """(decode(...), the functions of force_decode.cu, the module)"""
-    import tvm_ffi
+    """(decode(...), the functions of force_decode.cu, the library)"""
     from cuda_emulator import FLAGS, FOLDER, HERE, toolchain_or_skip
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
@@ -66,8 +66,8 @@ def library():
             where = os.path.dirname(find_libtvm_ffi())
             subprocess.run(["g++", "-shared", "-o", linked, *objects, f"-L{where}", "-ltvm_ffi"], check=True)
             os.replace(linked, made)
-    module = tvm_ffi.load_module(str(made))
-    return module.decode, ctypes.CDLL(str(made)), module
+    loaded = load_library(str(made), "emulated")
+    return loaded.decode, ctypes.CDLL(str(made)), loaded
 
 
 def bits(x):
@@ -212,22 +212,34 @@ def test_what_is_left_to_the_portable_kernel(library):
     assert wide[..., 128:].isnan().all() and not wide[..., :128].isnan().any()
 
 
-# --- calls like an accepted one, by the address of a tuple ---------------------------------------------------------------
+# --- calls like an accepted one, as a function of Python's own ------------------------------------------------------------
+
+OPTIONS = (0.25, True, None, "cuda")  # compared with a call's, and of no other account here
 
 
-def accepted(library, case):
-    """(function of a tuple, the tensors of a call like the accepted one)"""
-    _, functions, module = library
+def accepted(library, case, levels=None, log=print):
+    """(function of a call as a tuple, the tensors of a call like the accepted one, where it says that it served)"""
+    _, functions, loaded = library
     functions.gdn_force_decode(PORTABLE)
-    if _python() is None or not module.read_objects_with(*_python()):
+    if loaded.decode_short is None:
         pytest.skip("this torch has no exchange interface")
     tensors = (
         case.q, case.k, case.v, case.A_log, case.a, case.dt_bias, case.b, case.pool, *case.given, case.steps,
         *(case.table or (None, None, None)), case.output,
     )  # fmt: skip
-    function = module.decode_again(*tensors, case.scale, case.norm, case.update)
-    function.release_gil = False
-    return (lambda tensors: function(id(tensors))), tensors
+    thread, made = dispatch._Thread(), []
+    terms = dispatch.Terms(
+        dispatch.Surroundings(env.raw, env.deciding_keys, env.deciding()), OPTIONS,
+        ((torch.empty_like, (torch.zeros(1),)), (torch.empty_like, (case.output,))), thread, "last",
+        dispatch.LastCall("decode", "cuda", ""), {10: False} if levels is None else levels, 10, log,
+    )  # fmt: skip
+    loaded.decode_short(*tensors, case.scale, case.norm, case.update, id(terms), id(made))
+    (function,) = made
+    return function, tensors, thread
+
+
+def call_of(tensors, options=OPTIONS):
+    return (*options, *tensors[14:], *tensors[:14])
 
 
 def fresh(case, tensors):
@@ -245,37 +257,198 @@ def fresh(case, tensors):
 def test_a_tuple_is_served_as_the_call_is(library, name):
     case = Case(**CASES[name])
     want = case.run(library, PORTABLE)
-    again, tensors = accepted(library, case)
+    again, tensors, thread = accepted(library, case)
     (*others, output), padded = fresh(case, tensors)
-    assert again((*others, output)) is True
+    assert again(call_of((*others, output))) is output
     assert torch.equal(bits(output), bits(want[2])) and torch.equal(bits(padded), bits(want[0]))
     if case.steps is not None:
         assert torch.equal(bits(others[10]), bits(want[1]))
+    assert thread.last.backend == "cuda"
+
+
+def test_a_tuple_without_an_output_gets_one(library):
+    """The first way of making one is of another kind here, as it is where another device is current."""
+    case = Case(**CASES["float32"])
+    want = case.run(library, PORTABLE)
+    again, tensors, _ = accepted(library, case)
+    (*others, _), _ = fresh(case, tensors)
+    output = again(call_of((*others, None)))
+    assert torch.equal(bits(output), bits(want[2]))
+    assert sys.getrefcount(output) == 2, "nobody else holds it"
 
 
 def test_a_tuple_that_differs_is_refused(library):
     case = Case(**CASES["float32"])
-    again, tensors = accepted(library, case)
+    again, tensors, thread = accepted(library, case)
     wide = torch.zeros(3, 1, 1, 256, dtype=BF16)
     changes = {
         "fewer sequences": (0, tensors[0][:2]), "dtype": (1, tensors[1].to(F16)), "stride": (2, tensors[2].clone()),
         "last stride": (0, wide[..., ::2]), "alignment": (0, wide.flatten()[1 : 1 + 3 * 128].view(3, 1, 1, 128)),
         "a dimension more": (3, tensors[3][None]), "device": (4, torch.empty_like(tensors[4], device="meta")),
         "rows of int64": (8, tensors[8].long()), "no rows": (8, None), "steps": (10, torch.zeros(3, 1, 3, 128, 128)),
-        "None": (14, None), "a list": (5, [0.0] * 3), "a number": (6, 1.0), "a tuple of it": (0, (tensors[0],)),
-        "numpy": (5, tensors[5].numpy()), "sparse": (5, tensors[5].to_sparse()),
+        "None": (0, None), "a list": (5, [0.0] * 3), "a number": (6, 1.0), "a tuple of it": (0, (tensors[0],)),
+        "numpy": (5, tensors[5].numpy()), "sparse": (5, tensors[5].to_sparse()), "output": (14, tensors[14][:2]),
+        "grad": (3, tensors[3].clone().requires_grad_()), "sign": (5, torch._neg_view(tensors[5])),
+        "grad of the output": (14, tensors[14].clone().requires_grad_()),
     }  # fmt: skip
     for change, (i, value) in changes.items():
         others, padded = fresh(case, tensors)
         before = padded.clone()
-        assert again((*others[:i], value, *others[i + 1 :])) is False, change
+        assert again(call_of((*others[:i], value, *others[i + 1 :]))) is None, change
         assert torch.equal(bits(padded), bits(before)) and others[14].isnan().all(), change
-    assert again(tensors[:14]) is False and again(()) is False
-    assert again(fresh(case, tensors)[0]) is True, "none of this is remembered"
+    assert again(call_of(tensors[:14])) is None and again(()) is None and again(list(call_of(tensors))) is None
+    assert thread.last is None
+    assert again(call_of(fresh(case, tensors)[0])) is not None, "none of this is remembered"
+
+
+def test_the_options_of_a_tuple_are_compared(library):
+    case = Case(**CASES["float32"])
+    again, tensors, _ = accepted(library, case)
+    tensors, _ = fresh(case, tensors)
+    computed, name = sum([0.125, 0.125]), "".join(["cu", "da"])
+    assert computed is not OPTIONS[0] and name is not OPTIONS[3]
+    assert again(call_of(tensors, (computed, True, None, name))) is tensors[14]
+    for options in (
+        (0.5, True, None, "cuda"), (None, True, None, "cuda"), (0.25, 1, None, "cuda"), (0.25, False, None, "cuda"),
+        (0.25, True, False, "cuda"), (0.25, True, None, "auto"), (torch.tensor(0.25), True, None, "cuda"),
+    ):  # fmt: skip
+        assert again(call_of(tensors, options)) is None, options
+
+
+def test_variables_and_modes_speak_against_a_tuple(library, monkeypatch):
+    case = Case(**CASES["float32"])
+    again, tensors, _ = accepted(library, case)
+    tensors = list(fresh(case, tensors)[0])
+    for variable in env._DECIDING:
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, "1")
+            assert again(call_of(tensors)) is None, variable
+        assert again(call_of(tensors)) is tensors[14]
+    tensors[3] = torch.nn.Parameter(tensors[3])
+    assert again(call_of(tensors)) is None
+    with torch.no_grad():
+        assert again(call_of(tensors)) is tensors[14]
+    monkeypatch.setenv(env.BACKEND, "cuda")  # and where one was set, it must still be
+    again = accepted(library, case)[0]
+    with torch.no_grad():
+        assert again(call_of(tensors)) is tensors[14]
+        monkeypatch.setenv(env.BACKEND, "auto")
+        assert again(call_of(tensors)) is None
+        monkeypatch.delenv(env.BACKEND)
+        assert again(call_of(tensors)) is None
+
+
+def test_the_log_is_asked_where_a_level_may_have_been_set(library):
+    said, levels = [], {10: False}
+    case = Case(**CASES["float32"])
+    again, tensors, _ = accepted(library, case, levels, said.append)
+    assert again(call_of(tensors)) is tensors[14] and not said
+    levels.clear()
+    assert again(call_of(tensors)) is tensors[14] and said == [dispatch.LastCall("decode", "cuda", "")]
+
+    def fail(last):
+        raise OSError("a handler's error")
+
+    again, tensors, _ = accepted(library, case, levels, fail)
+    with pytest.raises(OSError, match="a handler's error"):
+        again(call_of(tensors))
+
+
+def test_what_a_tuple_needs_is_let_go_of(library):
+    case = Case(**CASES["float32"])
+    levels = {10: False}
+    before = sys.getrefcount(levels)
+    again, tensors, _ = accepted(library, case, levels)
+    assert sys.getrefcount(levels) > before
+    call = call_of(fresh(case, tensors)[0])
+    counts = [sys.getrefcount(x) for x in call]
+    for _ in range(3):
+        assert again(call) is call[4]
+    assert [sys.getrefcount(x) for x in call if isinstance(x, torch.Tensor)] == [
+        count for x, count in zip(call, counts) if isinstance(x, torch.Tensor)
+    ]
+    del again
+    assert sys.getrefcount(levels) == before
 
 
 def test_the_stride_of_a_single_element_means_nothing(library):
     case = Case(**CASES["float32"])
-    again, tensors = accepted(library, case)
+    again, tensors, _ = accepted(library, case)
     (q, *others), _ = fresh(case, tensors)
-    assert again((q.as_strided(q.shape, (q.stride(0), 7, 9, 1)), *others)) is True
+    assert again(call_of((q.as_strided(q.shape, (q.stride(0), 7, 9, 1)), *others))) is others[13]
+
+
+# --- calls of any function like an accepted one --------------------------------------------------------------------------
+
+
+def like(library, values):
+    _, _, loaded = library
+    if loaded.arguments_like is None:
+        pytest.skip("this torch has no exchange interface")
+    made, around = [], dispatch.Surroundings(env.raw, env.deciding_keys, env.deciding())
+    loaded.arguments_like(id(around), id(values), id(made))
+    return made[0]
+
+
+def arguments():
+    return [
+        torch.zeros(3, 2, 8, dtype=BF16), None, torch.zeros(3, 2), (torch.zeros(2, dtype=torch.int32), torch.zeros(3)), 0.25, True, 64,
+        "auto", torch.zeros(2, 1, 4, 4, dtype=torch.float8_e4m3fn),
+    ]  # fmt: skip
+
+
+def test_like_arguments_are_told_from_others(library):
+    same = like(library, tuple(arguments()))
+    assert same(tuple(arguments())) is True
+    name, scale = "".join(["au", "to"]), sum([0.125, 0.125])
+    assert same((*arguments()[:4], scale, *arguments()[5:7], name, arguments()[8])) is True
+    others = {
+        0: (torch.zeros(4, 2, 8, dtype=BF16), torch.zeros(3, 2, 8, dtype=F16), torch.zeros(3, 2, 9, dtype=BF16)[..., :8],
+            torch.zeros(3, 2, 8, dtype=BF16, device="meta"), None, 1, (torch.zeros(3, 2, 8, dtype=BF16),)),
+        1: (torch.zeros(1), 0, False),
+        2: (torch._neg_view(torch.zeros(3, 2)), torch.zeros(3, 2).requires_grad_(), torch.zeros(3, 2).numpy()),
+        3: (None, arguments()[3][:1], (*arguments()[3], None), (None, torch.zeros(3)), list(arguments()[3]), torch.zeros(2),
+            (torch.zeros(2), torch.zeros(3)), (torch.zeros(2, dtype=torch.int32), torch.zeros(3).requires_grad_())),
+        4: (0.5, None, "0.25", torch.tensor(0.25), [0.25]), 5: (1, False, 1.0), 6: (64.0, 65, None), 7: ("cuda", None),
+        8: (torch.zeros(2, 1, 4, 4, dtype=torch.float8_e5m2), torch.zeros(2, 1, 4, 4, dtype=torch.uint8)),
+    }  # fmt: skip
+    for place, values in others.items():
+        for value in values:
+            given = arguments()
+            given[place] = value
+            assert same(tuple(given)) is False, (place, value)
+    assert same(()) is False and same(tuple(arguments()[:-1])) is False and same(arguments()) is False
+    one = torch.zeros(1, 3)
+    assert like(library, (one,))((one.as_strided((1, 3), (7, 1)),)) is False, "to the last stride"
+
+
+def test_the_same_tensor_is_looked_at_again(library):
+    x = torch.zeros(4)
+    same = like(library, (x,))
+    x.resize_(5)
+    assert same((x,)) is False
+    for unread in (x.to_sparse(), torch.zeros(1, 1, 1, 1, 1, 1)):
+        assert like(library, (unread,))((unread,)) is False
+
+
+def test_variables_and_modes_speak_against_like_arguments(library, monkeypatch):
+    given = (torch.nn.Parameter(torch.zeros(3)), 1.0)
+    same = like(library, given)
+    assert same(given) is False
+    with torch.no_grad():
+        assert same(given) is True
+        for variable in env._DECIDING:
+            with monkeypatch.context() as changed:
+                changed.setenv(variable, "1")
+                assert same(given) is False, variable
+        assert same(given) is True
+
+
+def test_remembered_arguments_keep_no_tensor_alive(library):
+    x, scale = torch.zeros(3), float("0.125")
+    before = sys.getrefcount(x), sys.getrefcount(scale)
+    same = like(library, (x, (x,), scale))
+    assert same((x, (x,), scale)) is True
+    assert sys.getrefcount(x) == before[0] and sys.getrefcount(scale) == before[1] + 1
+    del same
+    assert sys.getrefcount(scale) == before[1]

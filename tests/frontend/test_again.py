@@ -310,6 +310,56 @@ def express():
     gdn_multi.unregister_backend("express")
 
 
+class Comparing(Express):
+    """With a quick way to tell that a prefill's arguments are like those of one before."""
+
+    def prefill(self, request):
+        self.torch.prefill(request)
+
+    def arguments_like(self, request, surroundings, values):
+        assert request.kind == "prefill" and surroundings.values == env.deciding()
+        wanted = [self.signature([x])[0] if isinstance(x, torch.Tensor) else x for x in values]
+        self.compared = []
+
+        def like(values):
+            same = [self.signature([x])[0] if isinstance(x, torch.Tensor) else x for x in values] == wanted
+            self.compared.append(same)
+            return same
+
+        return like
+
+
+@pytest.mark.parametrize("function, make", [CASES["all slots"], CASES["paged prefill"], CASES["new final state"]])
+def test_a_call_like_the_one_before_needs_no_key(monkeypatch, function, make):
+    keys, of = [], dispatch._key
+
+    def key(build, arguments):  # on the CPU a call with cu_seqlens has none
+        keys.append(of(build, {name: value for name, value in arguments.items() if name != "cu_seqlens"}))
+        return keys[-1]
+
+    def call(**changes):
+        torch.manual_seed(0)
+        out = getattr(gdn_multi, function)(**{**make(), **changes})
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    monkeypatch.setattr(dispatch, "_key", key)
+    backend = Comparing()
+    gdn_multi.register_backend(backend)
+    try:
+        first, second, third = call(), call(), call()
+        assert len(keys) == 1 and backend.compared == [True, True]
+        assert torch.equal(first, second) and torch.equal(first, third)
+        call(scale=0.5), call(scale=0.5)
+        assert len(keys) == 2 and backend.compared == [True]
+        assert torch.equal(call(), first) and len(keys) == 3, "found by its key, and compared with from then on"
+        assert torch.equal(call(), first) and len(keys) == 3
+        with pytest.raises(ValueError, match="scale"):
+            call(scale=float("nan"))
+    finally:
+        gdn_multi.unregister_backend("express")
+    assert not dispatch._newest, "a backend that is gone serves nothing"
+
+
 DECODES = {name: case for name, case in CASES.items() if "decode" in name}
 
 

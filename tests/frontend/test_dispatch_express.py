@@ -52,7 +52,7 @@ def test_calls_in_turn_stay_on_the_short_way(express):  # noqa: F811
 def test_the_short_way_keeps_a_few_of_a_shape_only(express):  # noqa: F811
     for rows in range(5, 15):
         run(initial_state=torch.randn(rows, HV, V, K))
-    (known,) = dispatch._express["gated_delta_rule_decode_pretranspose"].values()
+    (known,) = dispatch.short_ways["gated_delta_rule_decode_pretranspose"].known.values()
     assert len(known) == dispatch._MOST_EXPRESS
     run(initial_state=torch.randn(14, HV, V, K))
     assert express.short == 1
