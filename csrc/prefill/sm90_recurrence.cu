@@ -31,6 +31,8 @@ namespace {
 
 constexpr int kStages = 3, kPages = 2 * kStages;
 constexpr int kProducers = 128, kCarriers = 96;
+template <int kGroups>
+constexpr int kThreads = 128 * kGroups + kProducers;
 
 // Shared memory of one stage; a segment's start is a multiple of 1024.
 template <int kGroups>
@@ -360,7 +362,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that stages are full and there is time, the one after that at hand.
     draft<kGroups, kOutput>(common, p, plan, units, turn);
-    if (kOutput && turn == 0) __syncthreads();  // as the other warps have, once shared memory is ready
+    if (kOutput && turn == 0) meet<kThreads<kGroups>, 2>();  // as the other warps have, once shared memory is ready
     deal(common, turn);
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
@@ -944,7 +946,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
 
 // As many CTAs as there are multiprocessors, or units if these are fewer.
 template <class T, class M, int kGroups, bool kOutput>
-__global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
+__global__ void __launch_bounds__(kThreads<kGroups>, 1)
     recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ Plan plan, const uint32_t units) {
   using S = Stage<kGroups>;
   GDN_SHARED(unaligned);
@@ -973,7 +975,7 @@ __global__ void __launch_bounds__(128 * kGroups + kProducers, 1)
   }
   fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
-  if (!(kOutput && brings)) __syncthreads();  // this warp looks for its first unit before
+  if (!(kOutput && brings)) meet<kThreads<kGroups>, 2>();  // this warp looks for its first unit before
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
     if (brings)
@@ -1002,7 +1004,7 @@ void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
   const int64_t units = plan.path.segment > 0 ? plan.segments : p.num_seqs;
   const int64_t all = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
   const int64_t grid = all < multiprocessors() ? all : multiprocessors();
-  GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), 128 * kGroups + kProducers, kBytes, stream, p, plan, uint32_t(all));
+  GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), kThreads<kGroups>, kBytes, stream, p, plan, uint32_t(all));
   check(cudaGetLastError(), kOutput ? "prefill on sm_90a, recurrence" : "prefill on sm_90a, first pass");
 }
 
