@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [--backends cuda,triton,cudnn] [--peers fla,flash_qla] [--json FILE]
     python benchmarks/accuracy.py --draws 16 [...]     model gates from 16 seeds: the spread that a draw may have
+    python benchmarks/accuracy.py --dt token [...]     those gates with dt drawn a head and token
     python benchmarks/accuracy.py --long [...]         131072 tokens, alpha in [0.9999, 1]: where errors pile up
     python benchmarks/accuracy.py --only refusals      what the cudnn backend must refuse, and how it says so
 
@@ -14,7 +15,8 @@ error more than 3% above it fails, and so does one that is no finite number. cuD
 each dtype. --device cpu --tokens 256 --backends torch tries the script.
 
 With gates as a model initialises them the errors depend on A and dt of the eight heads, and a published figure is that
-of one draw that nobody knows. --draws N measures those rows with N seeds, from --seed on, which for a seed are the same
+of one draw that nobody knows, or was drawn otherwise: «dt log-uniform» may also mean a dt of each token, which --dt token
+takes. --draws N measures those rows with N seeds, from --seed on, which for a seed are the same
 A and dt in both dtypes. Those rows then fail only so:
   cudnn, where a published figure is outside the range from the least to the greatest error found by more than 3% (on
   either side: errors far better than published would be those of another kernel or of other inputs);
@@ -63,7 +65,7 @@ def published(row: AccuracyRow, name: str) -> tuple[float, float] | None:
     """Of the kernel behind ``name``, or the best peer's of the row for a kernel of our own."""
     if row.lengths != (8192,):
         return None
-    figures = PUBLISHED[row.dtype, row.gates]
+    figures = PUBLISHED[row.dtype, "model" if row.gates == "token" else row.gates]
     name = name.replace("-frontend", "")
     if name in KERNELS:
         output, state = figures[KERNELS.index(name)]
@@ -297,6 +299,7 @@ def main() -> int:
     parser.add_argument("--only", default="table,refusals", help="of table and refusals (default: both)")
     parser.add_argument("--tokens", type=int, default=None, help="instead of 8192 or 131072")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dt", choices=("head", "token"), default="head", help="of a model's gates, drawn for each (default: head)")
     parser.add_argument("--draws", type=int, default=1, metavar="N", help="seeds a row with model gates (default: 1)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", metavar="FILE", help="write the errors, after every row")
@@ -311,7 +314,8 @@ def main() -> int:
     if args.long:
         rows = [AccuracyRow(2, 8, (length,), dtype=dtype, gates="slow") for dtype in ("bfloat16", "float16")]
     else:
-        rows = [AccuracyRow(r.q_heads, r.v_heads, (length,), r.dtype, r.gates) for r in TABLES["accuracy"]]
+        drawn = {"model": "token"} if args.dt == "token" else {}
+        rows = [AccuracyRow(r.q_heads, r.v_heads, (length,), r.dtype, drawn.get(r.gates, r.gates)) for r in TABLES["accuracy"]]
     wrong: list[str] = []
     if "refusals" in args.only and "cudnn" in args.backends:
         refusals(device, wrong)

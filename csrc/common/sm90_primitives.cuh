@@ -152,10 +152,9 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // --- some of a CTA's threads, all of these and no others --------------------------------------------------------------------
 
-// Where roles meet they may do so from different places.
-template <int kThreads, int kBarrier = 1>
+template <int kThreads>
 __device__ __forceinline__ void meet() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 // --- warpgroups ----------------------------------------------------------------------------------------------------------

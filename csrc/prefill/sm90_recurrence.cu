@@ -29,7 +29,7 @@ namespace gdn {
 namespace sm90 {
 namespace {
 
-constexpr int kStages = 3, kPages = 2 * kStages;
+constexpr int kStages = 3;
 constexpr int kProducers = 128, kCarriers = 96;
 template <int kGroups>
 constexpr int kThreads = 128 * kGroups + kProducers;
@@ -86,9 +86,9 @@ struct Common {
   uint64_t full[kStages], empty[kStages], exchanged[kStages], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
   Left left[kStages * kCarriers];  // each thread its own
-  // The row for the state behind a chunk, negative if it goes nowhere: no page or interval of checkpoints ends there, or the list says
-  // so. As wide as the list's entries. Read when the chunk's stage is already free.
-  int64_t page[kPages];
+  // Of each stage, the row for the state behind its chunk, negative if it goes nowhere: no page or interval of checkpoints ends there, or
+  // the list says so. As wide as the list's entries.
+  int64_t page[kStages];
   int64_t next_page;  // of the list, the entry for the next
   // What each lane of the warp that deals finds, all the same: registers are short there, and one copy would be a race.
   Unit drafts[32];
@@ -362,7 +362,6 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that stages are full and there is time, the one after that at hand.
     draft<kGroups, kOutput>(common, p, plan, units, turn);
-    if (kOutput && turn == 0) meet<kThreads<kGroups>, 2>();  // as the other warps have, once shared memory is ready
     deal(common, turn);
     if (turn > 0) {
       fill(chunks, common.units[(turn - 1) % kUnits]);
@@ -531,7 +530,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
       next_stage({output, rows.from + 256 * rows.to});
       uint64_t* full = &common.full[number];
       if (pages) {
-        int64_t& page = common.page[number + parity * kStages];
+        int64_t& page = common.page[number];
         page = -1;
         if (--until == 0) {
           // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
@@ -928,12 +927,14 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         to_operand<T>(rounded, o);
         put_output<kGroups>(rounded, stage + Stage<kGroups>::v, kBounded<M> ? unhoisted(warp) : warp, lane);
       }
+      int64_t page = -1;
+      if constexpr (kOutput) page = common.page[done % kStages];  // here, so that the wait below hides its latency
       warp_arrive(&common.empty[done % kStages]);
       if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
       if constexpr (kOutput) {
-        const int64_t page = common.page[(done + kStages) % kPages], at = checkpoint_rows(p).wide ? page : int64_t(int32_t(page));
+        const int64_t at = checkpoint_rows(p).wide ? page : int64_t(int32_t(page));
         if (at >= 0) {
           true_values();
           store_states(s, p.checkpoints, place(p.checkpoints, work, at));
@@ -968,17 +969,16 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     if (std::is_same_v<T, M> && plan.raw)
       for (const TensorMap& map : plan.maps) prefetch_map(map);
   }
-  const bool brings = threadIdx.x / 32 == 4 * kGroups;
   for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
     const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
     *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
   }
   fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
-  if (!(kOutput && brings)) meet<kThreads<kGroups>, 2>();  // this warp looks for its first unit before
+  __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
-    if (brings)
+    if (threadIdx.x < 128 * kGroups + 32)
       bring<kGroups, kOutput, std::is_same_v<T, M>>(stages, common, p, plan, units);
     else
       carry<kGroups, kOutput>(stages, common, p, plan);

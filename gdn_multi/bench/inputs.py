@@ -1,8 +1,9 @@
 """The tensors of a row, drawn as a GDN model would make them.
 
 Gates as GDN models initialise them: A uniform in [1, 16] a head, dt log-uniform in [1e-3, 0.1] a head (its inverse
-softplus is dt_bias), a small raw gate a token; alpha = exp(-A * softplus(a + dt_bias)). The two other kinds of gates of
-the accuracy table are uniform in their range. Everything a call needs in any form lies here, so that all forms of a
+softplus is dt_bias), a small raw gate a token; alpha = exp(-A * softplus(a + dt_bias)). Eight heads' errors depend on
+their eight dt; with «dt of a token» alpha = exp(-A * dt), dt drawn like that a head and token. The two other kinds of
+gates of the accuracy table are uniform in their range. Everything a call needs in any form lies here, so that all forms of a
 call (alpha or log alpha or raw gates, beta or logits, normalised or raw q and k) have one right answer.
 """
 
@@ -16,13 +17,17 @@ import torch.nn.functional as F
 from .rows import DecodeRow, PrefillRow
 
 
+def _heads_and_steps(heads: int, steps: tuple[int, ...], generator: torch.Generator, device: torch.device):
+    """A of each head and dt of each head, or of each head and token, float32."""
+    A = 1 + 15 * torch.rand(heads, generator=generator, device=device)
+    low, high = torch.tensor(1e-3).log().item(), torch.tensor(0.1).log().item()
+    return A, torch.exp(low + (high - low) * torch.rand(steps, generator=generator, device=device))
+
+
 def _gate_parameters(heads: int, generator: torch.Generator, device: torch.device):
     """A_log and dt_bias of a freshly initialised model, float32."""
-    rand = lambda: torch.rand(heads, generator=generator, device=device)  # noqa: E731
-    a_log = torch.log(1 + 15 * rand())
-    low, high = torch.tensor(1e-3).log().item(), torch.tensor(0.1).log().item()
-    dt = torch.exp(low + (high - low) * rand())
-    return a_log, dt + torch.log(-torch.expm1(-dt))
+    A, dt = _heads_and_steps(heads, (heads,), generator, device)
+    return torch.log(A), dt + torch.log(-torch.expm1(-dt))
 
 
 def _normalise(x: torch.Tensor) -> torch.Tensor:
@@ -89,6 +94,10 @@ def draw_prefill(row: PrefillRow, device: torch.device, seed: int, page_size: in
         a_log, dt_bias = _gate_parameters(hv, generator, device)
         a = (0.1 * randn(tokens, hv)).to(dtype)
         log_alpha = (-a_log.double().exp() * F.softplus(a.double() + dt_bias.double())).float()
+        alpha = log_alpha.double().exp().float()
+    elif row.gates == "token":
+        A, dt = _heads_and_steps(hv, (tokens, hv), generator, device)
+        log_alpha = (-A.double() * dt.double()).float()
         alpha = log_alpha.double().exp().float()
     else:
         low = 0.9999 if row.gates == "slow" else 0.5

@@ -16,7 +16,10 @@ from fnmatch import fnmatchcase
 from typing import Union
 
 #: How gates are drawn; see inputs.py.
-GATES = {"model": "as a model initialises them", "slow": "alpha in [0.9999, 1]", "fast": "alpha in [0.5, 1]"}
+GATES = {
+    "model": "as a model initialises them", "token": "A of a head, dt of a token", "slow": "alpha in [0.9999, 1]",
+    "fast": "alpha in [0.5, 1]",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "prefill": tuple(PrefillRow(q, v, lengths) for q, v in _HEADS for lengths in _LENGTHS),
     "decode": tuple(DecodeRow(q, v, b, state) for (state, q, v), batches in _DECODE.items() for b in batches),
     "accuracy": tuple(
-        AccuracyRow(2, 8, (8192,), dtype=dtype, gates=gates) for dtype in ("bfloat16", "float16") for gates in GATES
+        AccuracyRow(2, 8, (8192,), dtype=dtype, gates=gates)
+        for dtype in ("bfloat16", "float16")
+        for gates in ("model", "slow", "fast")
     ),
 }
 

@@ -146,7 +146,7 @@ template <class T>
 inline T load_shared(const T* from) {
   return *from;
 }
-template <int kThreads, int kBarrier = 1>
+template <int kThreads>
 inline void meet() {
   static emu::Barrier barrier;
   emu::wait(barrier, kThreads);
