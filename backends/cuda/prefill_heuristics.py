@@ -9,10 +9,10 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200. Of their points, up to 200,000 tokens, the choice is within 5% of the best path in 126 of 131 where the longest sequence
-is known, in 110 of 132 where it is not and prefixes may end anywhere; 0.7 and 4.5% in the mean. At worst it takes 24% more (16/64
-heads, one sequence of 8191 tokens and 31 short ones: their last chunks, cut short, cost more than is counted here) and 3.8 times
-as long (8 heads, one prompt of 131,071 tokens and 31 short ones, taken for 32 alike).
+on an H200. Of their points, up to 200,000 tokens, the choice is within 5% of the best path in 123 of 132 where the longest sequence
+is known, in 114 of 128 where it is not (in four more it is a path that was not measured there); 0.9 and 1.6% in the mean. At worst
+it takes 23% more (16/64 heads, one sequence of 8191 tokens and 31 short ones: their last chunks, cut short, cost more than is
+counted here) and 31%.
 """
 
 from __future__ import annotations
