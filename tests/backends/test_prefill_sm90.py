@@ -115,6 +115,25 @@ def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
         assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32)), (by_q, by_k)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_prefill_with_gates_anywhere(backend, way):
+    """Those of four heads are loaded together where they lie side by side, and must be the same where they do not."""
+    backend.forced_path = Way(*WAYS[way], False)
+    q, k, v, g, beta = draw(BF16, False)
+
+    def spread(x):
+        view = torch.full((*x.shape, 2), float("nan"))[..., 1]
+        view.copy_(x)
+        return view
+
+    output, pool = run(q, k, v, g, beta, False)
+    for other in (lambda x: moved(x, 1), lambda x: moved(x, 4), spread, lambda x: x.t().contiguous().t()):
+        for gates in ((other(g), beta), (g, other(beta)), (other(g), other(beta))):
+            again = run(q, k, v, *gates, False)
+            assert torch.equal(again[0], output)
+            assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", (BF16, F16))
 def test_prefill_with_keys_of_any_length(backend, dtype):
     """Normalised, that is: zeros, whose factor is 1000, beside values that fp16 can only just hold."""
