@@ -15,9 +15,9 @@ error more than 3% above it fails, and so does one that is no finite number. cuD
 each dtype. --device cpu --tokens 256 --backends torch tries the script.
 
 With gates as a model initialises them the errors depend on A and dt of the eight heads, and a published figure is that
-of one draw that nobody knows, or was drawn otherwise: «dt log-uniform» may also mean a dt of each token, which --dt token
-takes. --draws N measures those rows with N seeds, from --seed on, which for a seed are the same
-A and dt in both dtypes. Those rows then fail only so:
+of one draw that nobody knows, or was drawn otherwise: «dt log-uniform» may also mean a dt of each token, which --dt
+token takes. --draws N measures rows with a dt of each head with N seeds, from --seed on, which for a seed are the same A
+and dt in both dtypes. Those rows then fail only so:
   cudnn, where a published figure is outside the range from the least to the greatest error found by more than 3% (on
   either side: errors far better than published would be those of another kernel or of other inputs);
   our own kernels, where the whole range is more than 3% above the best published peer, or, with --peers, where the

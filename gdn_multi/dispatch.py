@@ -332,7 +332,7 @@ class Surroundings(NamedTuple):
 _accepted: dict[tuple, _Accepted] = {}
 #: By builder the one that served last: a model makes like calls one after another, and to compare takes less than a key.
 _newest: dict[Callable, _Accepted] = {}
-#: The scalars of the decode functions, in the order in which ``express_decode`` takes them.
+#: The scalars of the decode functions, in the order in which short ways take them.
 DECODE_OPTIONS = ("scale", "use_qk_l2norm", "disable_state_update", "backend")
 #: The place of q in such a call: after them and the output.
 _OF_Q = len(DECODE_OPTIONS) + 1

@@ -2,8 +2,8 @@
 // once. The mathematics and the care for alpha = 0 are those of chunks.cu; what is left behind: the triangular matrices and, where
 // the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
 //
-// One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. What limits it is shared
-// memory and L1, so each warp keeps what it has: K K^T and Q K^T are products of the warpgroup, and of its 16 rows of them a warp
+// One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. For the sake of shared
+// memory and L1 each warp keeps what it has: K K^T and Q K^T are products of the warpgroup, and of its 16 rows of them a warp
 // makes the diagonal blocks and the scores of all heads straight from the accumulators. Only K K^T off the diagonal goes round through
 // shared memory, 16x16 blocks in the order of mma fragments: from it a warp makes the inverse of one state head, alone, in its
 // registers. `M` is the type of the operands that are left: the inputs' own, or fp16, whose mantissa is three bits longer.
@@ -702,9 +702,9 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
     const auto k_rows = describe(k_tile, Layout::swizzled, 16, 1024), q_rows = k_rows + kTileBytes;
     multiply_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_tiles<M>(kk, k_rows + (k / 4 * 8192 + k % 4 * 32), k_rows + (k / 4 * 8192 + k % 4 * 32), k > 0);
+    for (int k = 0; k < 8; k++) multiply_tiles<M>(kk, k_rows + columns_at(k), k_rows + columns_at(k), k > 0);
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_tiles<M>(qk, q_rows + (k / 4 * 8192 + k % 4 * 32), k_rows + (k / 4 * 8192 + k % 4 * 32), k > 0);
+    for (int k = 0; k < 8; k++) multiply_tiles<M>(qk, q_rows + columns_at(k), k_rows + columns_at(k), k > 0);
     multiply_commit();
     multiply_wait<0>();
     pin(kk);

@@ -148,6 +148,13 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
   const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
   plan.staged = can_be_copied(p.initial) && can_be_copied(p.final);
+  const auto wide = [](const void* data, const Strides3& stride, DType dtype) {
+    const int size = dtype == DType::f32 ? 4 : 2;
+    return data == nullptr || (stride.head == 1 && stride.token % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0);
+  };
+  const bool wide_gates = (p.gate == Gate::none || wide(p.g, p.g_stride, p.g_dtype)) && wide(p.beta, p.beta_stride, p.beta_dtype);
+  plan.multiprocessors = multiprocessors();
+  plan.tokens_a_slot = float(p.num_tokens) / float(plan.slots);
   plan.records = static_cast<char*>(p.workspace);
   plan.q_tiles = plan.records + sizes.records;
   plan.k_tiles = plan.q_tiles + sizes.q_tiles;
@@ -159,14 +166,8 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
     // As many heads a CTA, a warp each, as share their q and k.
     const int sharing = std::gcd(p.q_group, p.k_group);
     plan.heads_a_block = sharing % 4 == 0 ? 4 : sharing % 3 == 0 ? 3 : sharing % 2 == 0 ? 2 : 1;
-    const auto wide = [](const void* data, const Strides3& stride, DType dtype) {
-      const int size = dtype == DType::f32 ? 4 : 2;
-      return data == nullptr || (stride.head == 1 && stride.token % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * size) == 0);
-    };
-    plan.wide_gates = plan.heads_a_block == 4 && (p.gate == Gate::none || wide(p.g, p.g_stride, p.g_dtype)) && wide(p.beta, p.beta_stride, p.beta_dtype);
-    plan.multiprocessors = multiprocessors();
-    plan.few = plan.slots * (plan.heads / plan.heads_a_block) <= 4 * multiprocessors();
-    plan.tokens_a_slot = float(p.num_tokens) / float(plan.slots);
+    plan.wide_gates = plan.heads_a_block == 4 && wide_gates;
+    plan.few = plan.slots * (plan.heads / plan.heads_a_block) <= 4 * plan.multiprocessors;
     launch_chunks(p, plan, stream);
     if (path.segment > 0) {
       launch_segments(p, plan, stream);

@@ -516,7 +516,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
     if (kOutput && plan.staged && any) {
       const Unit& before = common.units[(place + kUnits - 1) % kUnits];
       const int64_t write = before.sequence.write;
-      const bool leaves = any && before.work.last && p.final.data != nullptr && write >= 0;
+      const bool leaves = before.work.last && p.final.data != nullptr && write >= 0;
       float* to = static_cast<float*>(p.final.data) + write * p.final.row + before.work.head * p.final.head + before.work.v0 * p.final.v;
       next_stage({leaves ? to : nullptr, kState});
       bring_state<kGroups>(stages + number * S::bytes, &common.full[number], p, plan, unit);
@@ -641,7 +641,6 @@ struct Tiles {
         coupling(describe(stages + Stage<kGroups>::coupling, Layout::plain, 128, 256) + stage.offset),
         scores(coupling + (Stage<kGroups>::scores - Stage<kGroups>::coupling)) {}
 };
-__host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
 
 // Products begin here and end where their results are wanted. X^T = S K^T.
 template <class M>

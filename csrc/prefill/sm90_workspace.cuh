@@ -26,6 +26,8 @@ namespace sm90 {
 
 constexpr int kHead = 128;                          // K = V
 constexpr int kTileBytes = kChunk * kHead * 2;      // of q, k
+// Where columns 16 k.. of a tile's image begin, as an operand whose rows are the tile's.
+__host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
 constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lies above the diagonal
 constexpr int kGateFloats = 4 * kChunk + 4;
 enum GateArray { kBeta, kBetaGamma, kScaleGamma, kTail, kEnd };  // kEnd: [0] the decay, [1] the bound
@@ -66,8 +68,8 @@ struct Plan {
   int32_t* nonzero;  // [segments, heads]: whether the transition is not zero to the last bit
   uint32_t* dealt;   // [2]: units of the first pass and of the recurrence that CTAs have taken; the first kernel sets them to 0
   int32_t multiprocessors;
-  bool few;             // chunks and heads: the first kernel's CTAs all start together
-  float tokens_a_slot;
+  bool few;             // so few chunks and heads that the first kernel's CTAs all start together
+  float tokens_a_slot;  // on average
   TensorMap maps[2];    // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens
 
   __host__ __device__ char* record(int64_t slot, int head) const {

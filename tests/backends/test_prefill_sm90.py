@@ -119,15 +119,18 @@ def test_prefill_with_gates_anywhere(backend):
     """Those of four heads are loaded together where they lie side by side, and must be the same where they do not."""
     backend.forced_path = Way(*WAYS["half heads"], False)
     q, k, v, g, beta = draw(BF16, False)
+    q, k = q[:, :1], k[:, :1]  # shared by all four state heads
 
-    def spread(x):
-        view = torch.full((*x.shape, 2), float("nan"))[..., 1]
+    def cut(x, *sizes):
+        """The same values in a larger tensor, from its first element on: only strides differ."""
+        rows = torch.full(sizes, float("nan"))
+        view = rows[:, :4] if len(sizes) == 2 else rows[..., 0]
         view.copy_(x)
         return view
 
     output, pool = run(q, k, v, g, beta, False)
-    turned = g.t().contiguous().t()
-    for gates in ((moved(g, 1), beta), (g, spread(beta)), (turned, moved(beta, 3)), (moved(g, 4), moved(beta, 4))):
+    turned, odd, apart = g.t().contiguous().t(), cut(beta, len(beta), 5), cut(beta, *beta.shape, 4)
+    for gates in ((moved(g, 1), beta), (g, moved(beta, 3)), (turned, beta), (g, odd), (g, apart), (moved(g, 4), moved(beta, 4))):
         again = run(q, k, v, *gates, False)
         assert torch.equal(again[0], output)
         assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32))

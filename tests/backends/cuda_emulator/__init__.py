@@ -21,7 +21,9 @@ from gdn_multi.backends.cuda import CudaBackend, Library, build, load_library, p
 from gdn_multi.layout import csrc_dir
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DGDN_EMULATE", "-Wno-attributes")
+#: A load or store at an address that is no multiple of its size, which a GPU refuses, ends the process here too.
+ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DGDN_EMULATE", "-Wno-attributes", *ALIGNED)
 #: Where libraries are kept from run to run; their names say what they were made from.
 FOLDER = Path(tempfile.gettempdir()) / "gdn_multi_emulated"
 
