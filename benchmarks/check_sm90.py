@@ -257,6 +257,7 @@ STATE_LIMIT = {F32: 0, BF16: 2.5e-3, F16: 4e-4, torch.float8_e4m3fn: 3.5e-2, tor
 
 LENGTHS, PREFIXES = [300, 1, 0, 64, 130, 1000], [70, 64, 5, 0, 61, 128]
 PATHS = [Path(rows, segment, half) for segment in (0, 2, 4) for rows in (128, 64) for half in (False, True)]
+PATHS += [Path(rows, 0, False, fused=True) for rows in (128, 64, 32, 16)]
 
 
 def calls(backend) -> None:
@@ -349,7 +350,7 @@ def large(backend) -> None:
         want = make(lengths, heads, slow, initial_state=initial, final_state=torch.empty_like(initial), final_state_is_new=True)
         plain.prefill(want)
         first = None
-        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True)):
+        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True), Path(64, 0, False, fused=True)):
             backend.forced_path = path
             final = torch.full_like(initial, float("nan"))
             for _ in range(2):
@@ -375,7 +376,7 @@ def accuracy(backend) -> None:
             inputs = draw([8192], (2, 2, 8), dtype, low=low, seed=1, norm=False)
             initial = 0.25 * torch.randn(1, 8, 128, 128, device=DEVICE)
             final, cells, wanted = torch.empty_like(initial), [], None
-            for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True)):
+            for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True), Path(64, 0, False, fused=True)):
                 if path.half and dtype == F16:
                     continue
                 backend.forced_path = path
@@ -383,9 +384,10 @@ def accuracy(backend) -> None:
                 backend.prefill(request)
                 wanted = wanted or truth(request, initial)
                 errors = relative(request.output, wanted[0]), relative(final[0], wanted[1][0][-1])
-                cells.append(f"{path.rows},{path.segment}{'h' if path.half else ''}: {errors[0]:.2e} {errors[1]:.2e}")
-            kind = "of a model" if low is None else f">= {low}"
-            print(f"  {SHORT[dtype]:4} alpha {kind:10} " + " | ".join(cells), flush=True)
+                kind = "one launch" if path.fused else f"{path.rows},{path.segment}{'h' if path.half else ''}"
+                cells.append(f"{kind}: {errors[0]:.2e} {errors[1]:.2e}")
+            gates = "of a model" if low is None else f">= {low}"
+            print(f"  {SHORT[dtype]:4} alpha {gates:10} " + " | ".join(cells), flush=True)
             del wanted
     backend.forced_path = None
 

@@ -2,7 +2,7 @@
 
     for tool in memcheck synccheck; do
         compute-sanitizer --tool $tool --error-exitcode 9 python benchmarks/sanitize.py || break
-    done                                   # [--only decode,slots,portable,sm90]
+    done                                   # [--only decode,slots,portable,fused,sm90]
     python benchmarks/sanitize.py --each-lane --build-only
     compute-sanitizer --tool racecheck --num-cuda-barriers 32 --error-exitcode 9 python benchmarks/sanitize.py --each-lane
 
@@ -162,6 +162,21 @@ def portable(backend, sms: int) -> int:
     return len(cases) + count + 2
 
 
+def fused(backend, sms: int) -> int:
+    """All in one launch."""
+    cases = (
+        (128, (1, 1, 2), (128, 128), BF16, F32, None), (64, (2, 2, 2), (64, 64), F16, BF16, None),
+        (32, (2, 1, 1), (128, 64), BF16, F16, None), (16, (1, 1, 2), (64, 128), F16, E4M3, None),
+        (64, (1, 1, 2), (128, 128), BF16, F32, tokens_shifted), (64, (1, 1, 2), (128, 128), BF16, BF16, states_padded),
+    )  # fmt: skip
+    for n, (rows, heads, sizes, dtype, state_dtype, change) in enumerate(cases):
+        paged(backend, n, Path(rows, 0, False, fused=True), heads, sizes, dtype, state_dtype, change=change, **OPTIONS[n % len(OPTIONS)])
+    path = Path(32, 0, False, fused=True)
+    plain(backend, "one launch, few tokens", path, [1, 16, 0, 9], (1, 1, 2), (128, 128), BF16, gate="raw", logit=True)
+    plain(backend, "one launch, no states", path, [70, 0, 1], (1, 1, 1), (128, 128), BF16, states=False)
+    return len(cases) + 2
+
+
 def sm90(backend, sms: int) -> int:
     kinds = ((BF16, False), (BF16, True), (F16, False))
     heads = ((1, 1, 4), (1, 1, 3), (2, 2, 2), (1, 1, 2), (2, 1, 1))
@@ -291,7 +306,7 @@ def slots(backend, sms: int) -> int:
 
 
 def main() -> int:
-    groups = {"decode": decode, "slots": slots, "portable": portable, "sm90": sm90}
+    groups = {"decode": decode, "slots": slots, "portable": portable, "fused": fused, "sm90": sm90}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help="groups, by commas (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

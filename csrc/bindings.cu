@@ -745,7 +745,7 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
              MaybeTensor checkpoints, MaybeTensor checkpoint_starts, MaybeTensor checkpoint_rows, MaybeTensor prefix_lens,
              MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale,
              int64_t gate, bool beta_is_logit, bool l2norm, bool copy_empty, bool zero_rest, int64_t checkpoint_every,
-             int64_t page_size, int64_t sm90_rows, int64_t sm90_segment, bool sm90_half, MaybeTensor scratch) {
+             int64_t page_size, int64_t rows, int64_t sm90_segment, bool sm90_half, bool fused, MaybeTensor scratch) {
   const Call call(q, "q");
   call.dims(q, "q", 3);
   call.dims(k, "k", 3);
@@ -812,11 +812,13 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
   }
   GDN_REQUIRE(checkpoint_every == 0 || p.checkpoints.data == nullptr || page_indices.has_value() || checkpoint_starts.has_value())
       << "checkpoints need their starts";
-  p.sm90_rows = narrow(sm90_rows, "sm90_rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half;
+  (fused ? p.fused_rows : p.sm90_rows) = narrow(rows, "rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half;
+  GDN_REQUIRE(!fused || (rows >= 16 && rows % 16 == 0 && V % rows == 0)) << "rows must be a multiple of 16 that divides V, got " << rows;
   if (N == 0 || Ho == 0) return;
   guarded([&] {
     const DeviceGuard guard(call.device.device_id);
     p.workspace_bytes = prefill_workspace(p);
+    if (p.workspace_bytes == 0) return launch_prefill(p, call.stream());
     if (scratch.has_value()) {  // given by those who want to look into it
       GDN_REQUIRE((*scratch).IsContiguous() && (*scratch).numel() >= p.workspace_bytes && is(*scratch, kDLUInt, 8))
           << "scratch must be uint8 of at least " << p.workspace_bytes << " elements, got " << (*scratch).numel();

@@ -206,6 +206,8 @@ class CudaBackend(Backend):
         path = self.prefill_path(request) if arch else prefill_heuristics.PORTABLE
         if path == prefill_heuristics.PORTABLE:
             return f"{arch} portable path".strip()
+        if path.fused:
+            return f"{arch} one launch, {path.rows} V rows a CTA".strip()
         split = f", sequences split every {path.segment} chunks" if path.segment else ""
         operands = ", fp16 operands" if path.half else ""
         return f"{arch} wgmma path, {path.rows} V rows a CTA{split}{operands}"

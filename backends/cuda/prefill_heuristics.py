@@ -57,6 +57,7 @@ class Path(NamedTuple):
     rows: int  #: V rows a CTA, 128 or 64; 0 is the portable path
     segment: int  #: chunks a segment; 0: sequences are not split
     half: bool  #: operands of products in fp16 although the inputs are bf16: three more bits (GDN_MULTI_PRECISE)
+    fused: bool = False  #: the portable path in one launch, for short sequences; ``rows`` may be any multiple of 16 that divides V
 
 
 PORTABLE = Path(0, 0, False)

@@ -40,6 +40,10 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
+// An aligned word.
+__device__ __forceinline__ void copy_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void copy_wait() {  // until at most N groups are under way
@@ -66,6 +70,22 @@ __device__ __forceinline__ uint32_t transpose_tile(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// --- registers ---------------------------------------------------------------------------------------------------------
+// What the compiler then knows nothing of: it neither reads it earlier nor keeps what was made of it.
+
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // --- products: d += a b ------------------------------------------------------------------------------------------------

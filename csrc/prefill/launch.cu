@@ -36,6 +36,7 @@ int64_t tile_bytes(const PrefillParams& p) { return kChunk * p.head_size_k * 2; 
 }  // namespace
 
 int64_t prefill_workspace(const PrefillParams& p) {
+  if (p.fused_rows > 0) return 0;
   if (sm90::serves(p)) return sm90::workspace(p);
   const int64_t slots = slot_count(p);
   return slots * (heads_a_pass(p) * int64_t(kSlotBytes) + (packed_q(p) ? p.heads / p.q_group * tile_bytes(p) : 0) +
@@ -43,6 +44,7 @@ int64_t prefill_workspace(const PrefillParams& p) {
 }
 
 void launch_prefill(const PrefillParams& p, cudaStream_t stream) {
+  if (p.fused_rows > 0) return launch_fused(p, stream);
   if (sm90::serves(p)) return sm90::launch(p, stream);
   PrefillPlan plan{};
   plan.slots = slot_count(p);

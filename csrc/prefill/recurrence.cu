@@ -14,8 +14,7 @@
 //
 // Tiles come by cp.async, the next chunk's while this one is worked on (where shared memory allows: plan.stages), one
 // barrier a chunk. Warps beyond those that compute only help to load.
-#include "sequence.cuh"
-#include "states.cuh"
+#include "recurrence_steps.cuh"
 
 namespace gdn {
 namespace {
@@ -31,11 +30,6 @@ struct Stage {
   static constexpr int v = matrices + kSlotBytes;
   static __host__ __device__ int v_row_bytes(int rows) { return 2 * rows + 16; }
   static __host__ __device__ int bytes(int rows) { return v + kChunk * v_row_bytes(rows); }
-};
-
-struct Place {
-  int64_t slot, token;
-  int from, to;
 };
 
 template <int K>
@@ -76,128 +70,6 @@ __device__ __forceinline__ void copy_chunk(uint8_t* stage, const PrefillParams& 
     } else {
 #pragma unroll
       for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = valid ? from[j] : uint16_t(0);
-    }
-  }
-}
-
-// Rows of output that belong to no sequence, dealt out to all CTAs.
-__device__ __forceinline__ void zero_rest(const PrefillParams& p) {
-  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
-  const int64_t rest = begin + p.num_tokens - end;
-  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
-    const int64_t token = i < begin ? i : end + i - begin;
-    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
-    for (int j = threadIdx.x; j < p.heads * p.head_size_v; j += blockDim.x)
-      row[j / p.head_size_v * p.output_stride.head + j % p.head_size_v] = 0;
-  }
-}
-
-// One chunk of one warp: 16 V rows, in columns v.. of the stage's V tile.
-template <class T, int K>
-__device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&o)[8][4], const uint8_t* stage, const uint8_t* v_tile, int v_row_bytes,
-                                        float scale, int lane) {
-  using L = Stage<K>;
-  const int q = lane % 4;
-  const auto* gates = reinterpret_cast<const float*>(stage + L::matrices + 2 * kMatrixBytes);
-  const auto* coupling = reinterpret_cast<const uint2*>(stage + L::matrices) + lane;
-  const auto* scores = reinterpret_cast<const uint2*>(stage + L::matrices + kMatrixBytes) + lane;
-  float u[8][4];
-#pragma unroll
-  for (int n = 0; n < 8; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) u[n][i] = 0.f, o[n][i] = 0.f;
-
-  // X^T and S Q^T
-  const int row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
-#pragma unroll
-  for (int k = 0; k < K / 16; k++) {
-    const uint32_t a[4] = {Pair<T>::pack(s[2 * k][0], s[2 * k][1]), Pair<T>::pack(s[2 * k][2], s[2 * k][3]),
-                           Pair<T>::pack(s[2 * k + 1][0], s[2 * k + 1][1]), Pair<T>::pack(s[2 * k + 1][2], s[2 * k + 1][3])};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      uint32_t b[4];
-      const uint8_t* tile = stage + (16 * j + row) * L::row_bytes + (16 * k + column) * 2;
-      load_tiles(b, tile);
-      mma<T>(u[2 * j], a, b[0], b[1]);
-      mma<T>(u[2 * j + 1], a, b[2], b[3]);
-      load_tiles(b, tile + L::q);
-      mma<T>(o[2 * j], a, b[0], b[1]);
-      mma<T>(o[2 * j + 1], a, b[2], b[3]);
-    }
-  }
-
-  // Y^T
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    uint32_t v[4];
-    load_tiles_transposed(v, v_tile + (16 * j + row) * v_row_bytes + column * 2);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int n = 2 * j + half, token = 8 * n + 2 * q;
-      const float2 gamma = *reinterpret_cast<const float2*>(gates + token);
-      const float2 beta = *reinterpret_cast<const float2*>(gates + kChunk + token);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 value = Pair<T>::unpack(v[2 * half + i]);
-        u[n][2 * i] = beta.x * (value.x - gamma.x * u[n][2 * i]);
-        u[n][2 * i + 1] = beta.y * (value.y - gamma.y * u[n][2 * i + 1]);
-      }
-      const float x = scale * gamma.x, y = scale * gamma.y;
-      o[n][0] *= x, o[n][1] *= y, o[n][2] *= x, o[n][3] *= y;
-    }
-  }
-
-  // U^T
-  uint32_t a[4][4];
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    a[k][0] = Pair<T>::pack(u[2 * k][0], u[2 * k][1]), a[k][1] = Pair<T>::pack(u[2 * k][2], u[2 * k][3]);
-    a[k][2] = Pair<T>::pack(u[2 * k + 1][0], u[2 * k + 1][1]), a[k][3] = Pair<T>::pack(u[2 * k + 1][2], u[2 * k + 1][3]);
-  }
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-#pragma unroll
-    for (int n = 2 * k; n < 8; n++) {
-      const uint2 b = coupling[block_index(n, k) * 32];
-      mma<T>(u[n], a[k], b.x, b.y);
-    }
-
-  // O^T
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    a[k][0] = Pair<T>::pack(u[2 * k][0], u[2 * k][1]), a[k][1] = Pair<T>::pack(u[2 * k][2], u[2 * k][3]);
-    a[k][2] = Pair<T>::pack(u[2 * k + 1][0], u[2 * k + 1][1]), a[k][3] = Pair<T>::pack(u[2 * k + 1][2], u[2 * k + 1][3]);
-  }
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-#pragma unroll
-    for (int n = 2 * k; n < 8; n++) {
-      const uint2 b = scores[block_index(n, k) * 32];
-      mma<T>(o[n], a[k], b.x, b.y);
-    }
-
-  // S
-  const float end = gates[kChunk - 1];
-#pragma unroll
-  for (int n = 0; n < K / 8; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] *= end;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint32_t d[4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float2 tail = *reinterpret_cast<const float2*>(gates + 2 * kChunk + 16 * k + 8 * half + 2 * q);
-      const float(&x)[4] = u[2 * k + half];
-      d[2 * half] = Pair<T>::pack(tail.x * x[0], tail.y * x[1]);
-      d[2 * half + 1] = Pair<T>::pack(tail.x * x[2], tail.y * x[3]);
-    }
-#pragma unroll
-    for (int n = 0; n < K / 8; n += 2) {
-      uint32_t b[4];
-      load_tiles_transposed(b, stage + (16 * k + lane % 16) * L::row_bytes + (8 * n + lane / 16 * 8) * 2);
-      mma<T>(s[n], d, b[0], b[1]);
-      mma<T>(s[n + 1], d, b[2], b[3]);
     }
   }
 }
@@ -253,11 +125,6 @@ __global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ Pre
   if (computes && p.initial.data != nullptr && sequence.read >= 0)
     load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
 
-  // The next checkpoint lies after token `boundary`, counted with the prefix, and goes where `entry` says.
-  const int64_t every = p.checkpoints.data != nullptr ? p.checkpoint_every : 0;
-  const Index& checkpoint_rows = p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-  int64_t boundary = every > 0 ? (sequence.prefix / every + 1) * every : -1, entry = sequence.starts;
-  int64_t position = sequence.prefix - sequence.lead;
   int64_t c = 0;
   do {
     if (c < sequence.chunks) {
@@ -274,24 +141,13 @@ __global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ Pre
       if (computes) {
         const uint8_t* stage = shared + (plan.stages == 2 ? c % 2 : 0) * stage_bytes;
         float o[8][4];
-        advance<T, K>(s, o, stage, stage + Stage<K>::v + 32 * warp, v_row_bytes, p.scale, lane);
+        advance<T, K>(s, o, stage, stage + Stage<K>::q, Stage<K>::row_bytes, stage + Stage<K>::v + 32 * warp, v_row_bytes,
+                      stage + Stage<K>::matrices, p.scale, lane);
         store_output<T>(p, o, place(c), h, v0, lane);
       }
-      position += kChunk;
     }
-    c++;
-    if (!computes) continue;
-    // A boundary counts once the last of its tokens is there: a chunk that is cut short has not reached it.
-    const bool at_boundary = position == boundary && position <= sequence.prefix + sequence.length;
-#pragma unroll 1
-    for (int what = 0; what < 2; what++) {
-      const States& states = what == 0 ? p.checkpoints : p.final;
-      int64_t row = -1;
-      if (what == 0 && at_boundary) row = checkpoint_rows.data != nullptr ? load_index(checkpoint_rows, entry) : entry;
-      if (what == 1 && c >= sequence.chunks && states.data != nullptr) row = sequence.write;
-      if (row >= 0) store_states(s, states, row * states.row + h * states.head + v0 * states.v);
-    }
-    if (at_boundary) boundary += every, entry++;
+    if (c < sequence.chunks) c++;
+    if (computes) leave_states(s, p, sequence, c, c >= sequence.chunks, h, v0);
   } while (c < sequence.chunks);
 }
 

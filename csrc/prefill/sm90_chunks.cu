@@ -688,10 +688,11 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
       normalise_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? rows.k_scale : rows.q_scale);
     fence_async_proxy();
     __syncthreads();
-    if (threadIdx.x == 0 && !(same && plan.raw)) {
+    if (threadIdx.x == 0) {
       // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
-      if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (slot * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
-      if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (slot * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
+      const int64_t tile = same && plan.raw ? Plan::cut_tile(index, from > 0) : slot;
+      if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (tile * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
+      if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (tile * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
     }
     __syncwarp();
   }

@@ -115,8 +115,9 @@ struct Sizes {
     const int64_t a_head = slots * kRecordBytes + segments * 2 * kHead * kHead * 4;
     heads = int32_t(std::min<int64_t>(p.heads, std::max<int64_t>(kScratch / a_head / unit * unit, unit)));
     records = rounded(slots * heads * kRecordBytes);
-    q_tiles = raw ? 0 : slots * (p.heads / p.q_group) * int64_t(kTileBytes);
-    k_tiles = raw ? 0 : slots * (p.heads / p.k_group) * int64_t(kTileBytes);
+    const int64_t tiles = raw ? 2 * int64_t(p.num_seqs) : slots;
+    q_tiles = tiles * (p.heads / p.q_group) * int64_t(kTileBytes);
+    k_tiles = tiles * (p.heads / p.k_group) * int64_t(kTileBytes);
     states = segments * heads * 2 * kHead * kHead * 4;
     nonzero = rounded(segments * heads * 4);
     dealt = 256;

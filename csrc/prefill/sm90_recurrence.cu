@@ -298,36 +298,12 @@ __device__ __forceinline__ void deal(Common& common, uint32_t turn) {
   barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
-// Raw: the tiles of a chunk whose rows are not all tokens of the sequence, which a box would bring with neighbours' tokens among
-// them. A warp together; when it returns, wgmma may read them.
-template <int kGroups, bool kOutput>
-__device__ __forceinline__ void bring_rows(uint8_t* stage, const PrefillParams& p, const Unit& unit, int64_t chunk) {
-  using S = Stage<kGroups>;
-  const int lane = threadIdx.x % 32, c = lane % 16;
-  const int64_t token = unit.sequence.first_token(chunk);
-  const int from = unit.sequence.from(chunk), to = unit.sequence.to(chunk);
-  const auto copy = [&](uint8_t* tile, const void* data, const Strides3& stride, int head) {
-    const uint16_t* source = static_cast<const uint16_t*>(data) + head * stride.head + token * stride.token + c * 8;
-#pragma unroll 4
-    for (int t = lane / 16; t < kChunk; t += 2) {
-      const bool valid = t >= from && t < to;
-      copy_async(tile + c / 8 * 8192 + t * 128 + ((c ^ t) & 7) * 16, valid ? source + t * stride.token : static_cast<const uint16_t*>(data), valid);
-    }
-  };
-  copy(stage + S::k, p.k, p.k_stride, unit.work.head / p.k_group);
-  if (kOutput) copy(stage + S::q, p.q, p.q_stride, unit.work.head / p.q_group);
-  copy_commit();
-  copy_wait<0>();
-  fence_async_proxy();
-  __syncwarp();
-}
-
 // Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane. The tiles may be
-// boxes of the caller's tensors, two each (Plan::raw).
+// boxes of the caller's tensors, two each (Plan::raw), but for chunks that are cut short: a box would bring neighbours' tokens too.
 template <int kGroups, bool kOutput, bool kMayBeRaw>
 __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
   using S = Stage<kGroups>;
-  constexpr int kTiles = kTileBytes * (kOutput ? 2 : 1), kAll = kTiles + kTriangleBytes * (kOutput ? 2 : 1) + kGateFloats * 4;
+  constexpr int kAll = (kTileBytes + kTriangleBytes) * (kOutput ? 2 : 1) + kGateFloats * 4;
   constexpr int kFirstTile = 9, kFirstQ = 11, kBoxes = kOutput ? 4 : 2;  // lanes
   const int lane = threadIdx.x % 32;
   const bool raw = kMayBeRaw && plan.raw;
@@ -343,18 +319,19 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
       uint8_t* stage = stages + number * S::bytes;
       uint64_t* full = &common.full[number];
       barrier_wait(&common.empty[number], filled / kStages % 2 ^ 1);
-      const bool cut = raw && (cut_first || (cut_last && chunks == 1));
+      const bool in_front = cut_first, cut = raw && (in_front || (cut_last && chunks == 1));
       cut_first = false;
-      if (lane == 0) barrier_arrive_expect(full, cut ? kAll - kTiles : kAll);
+      if (lane == 0) barrier_arrive_expect(full, kAll);
       __syncwarp();
       if (bytes > 0) bulk_copy(stage + to, plan.records + int64_t(from) * 16, bytes, full);
-      if (kMayBeRaw) {
-        if (cut)
-          bring_rows<kGroups, kOutput>(stage, p, unit, unit.work.end - chunks);
-        else if (raw && lane >= kFirstTile && lane < kFirstTile + kBoxes)
-          tensor_copy(stage + to, plan.maps[lane >= kFirstQ], (lane - kFirstTile) % 2 * 64, head, int(from), full);
-        // The second of this warp's arrivals: everything is there or announced.
-        if (lane == 0) barrier_arrive(full);
+      if (raw && lane >= kFirstTile && lane < kFirstTile + kBoxes) {
+        const bool q = lane >= kFirstQ;
+        if (!cut) {
+          tensor_copy(stage + to, plan.maps[q], (lane - kFirstTile) % 2 * 64, head, int(from), full);
+        } else if ((lane - kFirstTile) % 2 == 0) {
+          const int64_t tile = Plan::cut_tile(int(unit.work.index), in_front) * (p.heads / (q ? p.q_group : p.k_group)) + head;
+          bulk_copy(stage + to, (q ? plan.q_tiles : plan.k_tiles) + tile * kTileBytes, kTileBytes, full);
+        }
       }
       from += step;
     }
@@ -401,7 +378,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
       uint64_t* full = &common.full[filled % kStages];
       barrier_wait(&common.empty[filled % kStages], filled / kStages % 2 ^ 1);
       filled++;
-      if (lane < (kMayBeRaw ? 2 : 1)) barrier_arrive(full);
+      if (lane == 0) barrier_arrive(full);
     }
     if (turn == 0) wait_for_previous();  // V and the state come meanwhile
     // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
@@ -956,7 +933,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
   // What needs nothing of the kernel before. What lies above the diagonal is never copied, and zero.
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(&common.full[i], kCarriers + (std::is_same_v<T, M> ? 2 : 1));
+      barrier_init(&common.full[i], kCarriers + 1);
       barrier_init(&common.empty[i], 4 * kGroups * kWarpArrivals);
       barrier_init(&common.exchanged[i], 4 * kGroups * kWarpArrivals);
     }

@@ -58,7 +58,7 @@ struct Plan {
   int32_t heads_a_block;
   bool output_aligned;        // every head of output starts at a multiple of 16 bytes
   bool mapped;                // the copy engine can read q and k in place
-  bool raw;                   // and the recurrence does, and there are no tiles
+  bool raw;                   // and the recurrence does; there are tiles only of chunks that are cut short
   bool wide_gates;            // g and beta of four heads lie side by side, at a multiple of their size together
   bool staged;                // the recurrence's initial and final states go through the stages of shared memory, as chunks do
   char *records, *q_tiles, *k_tiles;
@@ -75,6 +75,9 @@ struct Plan {
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;
   }
+  // Raw: which tile is that of a chunk whose rows are not all tokens of its sequence. A sequence has two such chunks at most: its first
+  // where the rows begin with some that are none, and its last.
+  static __host__ __device__ int64_t cut_tile(int sequence, bool in_front) { return 2 * int64_t(sequence) + !in_front; }
   __host__ __device__ float* segment_state(int64_t segment, int head, int which) const {
     return states + ((segment * heads + (head - first_head)) * 2 + which) * (kHead * kHead);
   }

@@ -45,5 +45,6 @@ struct PrefillPlan {
 
 void launch_chunks(const PrefillParams& params, const PrefillPlan& plan, cudaStream_t stream);
 void launch_recurrence(const PrefillParams& params, const PrefillPlan& plan, cudaStream_t stream);
+void launch_fused(const PrefillParams& params, cudaStream_t stream);  // both in one, without scratch
 
 }  // namespace gdn

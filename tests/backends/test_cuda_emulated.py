@@ -3,17 +3,18 @@ splitting work, and the errors that C++ raises. Sizes are small: a chunk of one 
 
 from __future__ import annotations
 
+import pathlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi")
 pytestmark = pytest.mark.build
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from gdn_multi.backends.cuda import load_library  # noqa: E402
+from gdn_multi.backends.cuda.prefill_heuristics import PORTABLE, Path  # noqa: E402
 
 import gdn_multi  # noqa: E402
 from gdn_multi import reference  # noqa: E402
@@ -201,6 +202,19 @@ def test_decode_calls_like_the_one_before_are_served_in_cpp(emulated, monkeypatc
 
 # --- prefill -------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def launches(request, emulated, monkeypatch):
+    """Prefill in two launches, or all in one, of so many V rows a CTA."""
+
+    def use(rows):
+        monkeypatch.setattr(emulated, "forced_path", PORTABLE if rows is None else Path(rows, 0, False, fused=True))
+
+    use(getattr(request, "param", None))
+    return use
+
+
+TWO_OR_ONE = pytest.mark.parametrize("launches", (None, 64), indirect=True, ids=("two", "one"))
 GATES = (
     dict(use_gate_in_kernel=True, beta_is_logit=True, use_qk_l2norm_in_kernel=True), dict(gate_domain="log"),
     dict(beta=None), dict(g=None),
@@ -234,9 +248,10 @@ def run_paged(q, k, v, inputs, lengths, prefixes, pool, pages, page_size):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("one_launch", (False, True), ids=("two", "one"))
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("K, V, heads", ((128, 128, (1, 1, 2)), (64, 64, (2, 1, 1)), (64, 128, (1, 1, 1))))
-def test_prefill_paged(plan, K, V, heads, state_dtype):
+def test_prefill_paged(plan, launches, K, V, heads, state_dtype, one_launch):
     """Ragged, unaligned prefixes, pages crossed, every gate in turn; bits alike however the work is split."""
     number = 3 * STATE_DTYPES.index(state_dtype) + (K, V).index(V)
     torch.manual_seed(number)
@@ -251,8 +266,9 @@ def test_prefill_paged(plan, K, V, heads, state_dtype):
     # page -> the state it must hold: boundaries crossed and last pages; the prefix' full pages stay as they are
     wanted = {3: states[0][128 - 70], 12: states[0][100], 5: states[2][64], 9: states[3][4], 2: states[3][5]}
     first = None
-    for one in PLANS if state_dtype == F32 else PLANS[1:2]:
-        plan(*one)
+    ways = (V, 32, 16) if one_launch else PLANS
+    for one in ways if state_dtype == F32 else ways[1:2]:
+        launches(one) if one_launch else plan(*one)
         pool = nan(14, Ho, V, K, dtype=state_dtype)
         pool[3], pool[9] = initial[0], initial[3]
         before = pool.clone()
@@ -267,7 +283,8 @@ def test_prefill_paged(plan, K, V, heads, state_dtype):
         assert torch.equal(bits(output), bits(first[0])) and torch.equal(bits(pool), bits(first[1])), one
 
 
-def test_prefill_restart_from_a_page_gives_the_same_bits():
+@TWO_OR_ONE
+def test_prefill_restart_from_a_page_gives_the_same_bits(launches):
     torch.manual_seed(0)
     q, k, v, inputs = prefill_inputs(200, (1, 1, 1), 128, 128, BF16, {})
     pool = nan(4, 1, 128, 128, dtype=F32)
@@ -279,8 +296,9 @@ def test_prefill_restart_from_a_page_gives_the_same_bits():
     assert torch.equal(bits(part), bits(whole[128:])) and torch.equal(bits(pool), bits(after))
 
 
+@TWO_OR_ONE
 @pytest.mark.parametrize("dtype", (BF16, F16))
-def test_prefill_gates_that_have_no_logarithm(dtype):
+def test_prefill_gates_that_have_no_logarithm(launches, dtype):
     """Zeros, denormals and values above one; the state that a zero forgets must be gone."""
     torch.manual_seed(0)
     q, k, v, inputs = prefill_inputs(150, (1, 1, 2), 128, 128, dtype, {})
@@ -297,7 +315,8 @@ def test_prefill_gates_that_have_no_logarithm(dtype):
     assert relative(output[128:], o[128:]) < OUTPUT_LIMIT[dtype]
 
 
-def test_prefill_rest_of_the_tokens():
+@TWO_OR_ONE
+def test_prefill_rest_of_the_tokens(launches):
     """Tokens outside the sequences, NaN here: zero rows in an output of the call's own, untouched rows in one given."""
     torch.manual_seed(0)
     q, k, v, inputs = prefill_inputs(90, (1, 1, 1), 64, 64, BF16, {})
@@ -311,6 +330,32 @@ def test_prefill_rest_of_the_tokens():
     given = torch.full((90, 1, 64), 7.0, dtype=BF16)
     gdn_multi.chunk_gated_delta_rule(q, k, v, **inputs, cu_seqlens=cu, output=given, backend="cuda")
     assert torch.equal(given[3:80], output[3:80]) and (given[:3] == 7).all() and (given[80:] == 7).all()
+
+
+@pytest.mark.parametrize("lengths", ((1, 16), (17,), (64, 0), (16, 65)))
+@pytest.mark.parametrize("views", (False, True))
+def test_prefill_in_one_launch_of_few_tokens(launches, lengths, views):
+    """Chunks of 16 tokens and less are worked on as such; q, k, v and gates that start anywhere, in rows of any stride."""
+    torch.manual_seed(len(lengths) + views)
+    total = sum(lengths)
+    q, k, v, inputs = prefill_inputs(total, (1, 1, 2), 128, 128, BF16, GATES[0])
+    if views:
+        wide = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+        fused = torch.empty(total, wide.shape[1] + 3, dtype=BF16)[:, 1:-2].copy_(wide)
+        q, k, v = (x.unflatten(1, (-1, 128)) for x in fused.split([128, 128, 256], 1))
+        gates = torch.stack([inputs["g"], inputs["beta"]], 2)
+        inputs["g"], inputs["beta"] = gates[..., 0], gates[..., 1]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    initial = torch.randn(len(lengths), 2, 128, 128)
+    o, states = reference.prefill(q, k, v, cu_seqlens=cu, initial_state=initial, **inputs)
+    for rows in (128, 32):
+        launches(rows)
+        output, final = gdn_multi.chunk_gated_delta_rule(
+            q, k, v, **inputs, cu_seqlens=cu, initial_state=initial, output_final_state=True, backend="cuda"
+        )
+        assert relative(output, o) < OUTPUT_LIMIT[BF16]
+        for i, each in enumerate(states):
+            assert relative(final[i], each[-1]) < OUTPUT_LIMIT[BF16] if lengths[i] else torch.equal(final[i], initial[i])
 
 
 # --- errors raised in C++ ------------------------------------------------------------------------

@@ -45,7 +45,7 @@ void enter() {
 
 void apply(std::deque<Fiber::Copy>& copies, int before_group) {
   while (!copies.empty() && copies.front().group < before_group) {
-    std::memcpy(copies.front().to, copies.front().data, 16);
+    std::memcpy(copies.front().to, copies.front().data, copies.front().bytes);
     copies.pop_front();
   }
 }
@@ -106,12 +106,12 @@ void wait(Barrier& b, int count) {
 
 void block_barrier() { wait(barrier, int(block_size.x)); }
 
-void copy(void* to, const void* from, bool valid) {
-  if ((reinterpret_cast<uintptr_t>(to) | (valid ? reinterpret_cast<uintptr_t>(from) : 0)) % 16) std::abort();
-  Fiber::Copy copy{to, {}, self->open_group};
-  if (valid) std::memcpy(copy.data, from, 16);
+void copy(void* to, const void* from, bool valid, int bytes) {
+  if ((reinterpret_cast<uintptr_t>(to) | (valid ? reinterpret_cast<uintptr_t>(from) : 0)) % bytes) std::abort();
+  Fiber::Copy copy{to, {}, self->open_group, bytes};
+  if (valid) std::memcpy(copy.data, from, bytes);
   // What was there must not be read until the copy has arrived.
-  std::memset(to, 0xff, 16);
+  std::memset(to, 0xff, bytes);
   static_cast<std::deque<Fiber::Copy>*>(self->copies)->push_back(copy);
 }
 void copy_commit() { self->open_group++; }

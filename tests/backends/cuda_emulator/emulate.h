@@ -32,7 +32,7 @@ struct Fiber {
   struct Copy {
     void* to;
     unsigned char data[16];
-    int group;
+    int group, bytes = 16;
   };
   void* copies = nullptr;  // std::deque<Copy>
   int open_group = 0;
@@ -46,7 +46,7 @@ extern unsigned char* shared;
 void wait(Barrier& barrier, int count);
 void block_barrier();
 void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
-void copy(void* to, const void* from, bool valid);
+void copy(void* to, const void* from, bool valid, int bytes = 16);
 void copy_commit();
 void copy_wait(int pending);
 
@@ -132,6 +132,9 @@ inline void store_stream(void* address, const uint4& x) {
   *static_cast<uint4*>(address) = x;
 }
 inline void copy_async(void* to, const void* from, bool valid) { emu::copy(to, from, valid); }
+template <class X>
+inline void pin(X&) {}
+inline void copy_word(void* to, const void* from) { emu::copy(to, from, true, 4); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int N>
 inline void copy_wait() {

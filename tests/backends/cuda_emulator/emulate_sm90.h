@@ -177,8 +177,6 @@ inline void multiply_fence() {}
 inline void multiply_commit() {}
 template <int N>
 inline void multiply_wait() {}
-template <class X>
-inline void pin(X&) {}
 
 enum class Layout : uint32_t { plain = 0, swizzled = 1 };
 

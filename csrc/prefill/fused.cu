@@ -1,0 +1,238 @@
+// Prefill in one launch: a CTA takes one head of a sequence, or some of its V rows, from the first token to the last, and makes of each
+// chunk both what chunks.cu makes, in shared memory, and what recurrence.cu makes of that; these say what is computed.
+//
+// For calls of short sequences, whose time is not that of their tokens: a second launch, the way of 11 KB a chunk and head through
+// memory, and what a large kernel does before its first chunk all cost more than the 64x64 work that state heads and V shares
+// repeat here.
+//
+//   inverse    Only diagonal blocks of I + L are inverted. What would be the inverse's off-diagonal blocks takes 2 us of a chunk's 7, serial
+//              work of one warp, on an H200; instead U comes block by block, with -L where the coupling would be:
+//                  U_i = inverse_ii (Y_i - sum over m < i of L_im U_m)
+//              as many products in the recurrence as before.
+//   warps      Warps 0 to 3 make K K^T, L and inverses, warps 4 to 7 meanwhile Q K^T and the scores; warp 4 the gates before that. Then
+//              each warp takes its 16 V rows on. One CTA a multiprocessor: it has about six times the instructions of the path for sm_90a
+//              a chunk and head, so this file is for calls that leave multiprocessors idle.
+//   memory     Two places for tiles: a chunk's come while the one before is worked on.
+//   16 tokens  A chunk that ends with its 16th row at the latest is worked on as 16 tokens: a few tokens after a shared prefix, or
+//              the drafts of speculative decoding.
+#include "chunk_steps.cuh"
+#include "recurrence_steps.cuh"
+
+namespace gdn {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+template <int K>
+struct Shared {
+  // One of two places for what comes from memory: tiles of k and q, words with g and beta, V.
+  static constexpr int q = kChunk * kTileRow<K>, words = 2 * q, v = words + 2 * kChunk * 4;
+  static constexpr int v_row_bytes = 2 * 128 + 16;
+  static constexpr int stage = v + kChunk * v_row_bytes;
+  // Behind them what is made here: diagonal blocks of L and of their inverses, gates; -L and these, scores and more gates as in the workspace.
+  static constexpr int lower = 2 * stage, inverses = lower + kLowerBytes, gates = inverses + kInverseBytes / 4;
+  static constexpr int matrices = gates + int(sizeof(Gates)), bytes = matrices + kSlotBytes;
+};
+
+// This thread's pieces of a tile [64, K]: eight elements of rows row0() + i * kRows.
+template <int K>
+struct Pieces {
+  static constexpr int lanes = K / 8, rows = kThreads / lanes, steps = kChunk / rows;
+
+  static __device__ __forceinline__ int row(int i) { return int(threadIdx.x) / lanes + i * rows; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % lanes * 8; }
+  static __device__ __forceinline__ uint8_t* at(uint8_t* tile, int i) { return tile + row(i) * kTileRow<K> + column() * 2; }
+};
+
+// Pieces of 16 bytes on their way to shared memory: of `row` and every STEP rows on, COUNT of them; of rows that are no tokens zeros.
+template <int STEP, int COUNT>
+__device__ __forceinline__ void fetch_rows(uint8_t* to, int pitch, const uint16_t* from, int64_t stride, bool aligned, const Place& at, int row) {
+  from += (at.token + row) * stride;
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++, row += STEP, to += STEP * pitch, from += STEP * stride) copy_async(to, from, row >= at.from && row < at.to);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < COUNT; i++, row += STEP, to += STEP * pitch, from += STEP * stride)
+#pragma unroll 1
+      for (int j = 0; j < 8; j++) reinterpret_cast<uint16_t*>(to)[j] = row >= at.from && row < at.to ? from[j] : uint16_t(0);
+  }
+}
+
+template <class T, int K>
+__device__ __forceinline__ void normalise_tile(uint8_t* tile) {
+  using P = Pieces<K>;
+#pragma unroll
+  for (int i = 0; i < P::steps; i++) {
+    auto* piece = reinterpret_cast<uint4*>(P::at(tile, i));
+    uint4 x = *piece;
+    normalise<T, P::lanes>(x);
+    *piece = x;
+  }
+}
+
+// The aligned word that a token's g or beta is in.
+struct Word {
+  const char* address;
+  uint32_t shift;
+
+  __device__ __forceinline__ Word(const void* data, const Strides3& stride, DType dtype, int64_t token, int h) {
+    address = static_cast<const char*>(data) + (token * stride.token + h * stride.head) * (dtype == DType::f32 ? 4 : 2);
+    const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(address)) & 2;
+    address -= odd, shift = odd * 8;
+  }
+};
+
+// Grid: sequence, head, share of its V rows, the last fastest.
+template <class T, int K>
+__global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ PrefillParams p, const int rows) {
+  using S = Shared<K>;
+  GDN_SHARED(shared);
+  const int shares = p.head_size_v / rows;
+  const int share = blockIdx.x % shares, h = blockIdx.x / shares % p.heads, index = blockIdx.x / shares / p.heads;
+  const Sequence sequence = get_sequence(p, index);
+  if (sequence.chunks == 0 && !p.copy_empty) {
+    if (p.zero_rest) zero_rest(p);
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp % 4;
+  const bool computes = 16 * warp < rows;
+  const int v0 = share * rows + 16 * warp;
+  const auto place = [&](int64_t c) { return Place{0, sequence.first_token(c), sequence.from(c), sequence.to(c)}; };
+  const auto stage_of = [&](int64_t c) { return shared + c % 2 * S::stage; };
+  const auto fetch = [&](int64_t c) {
+    if (c < sequence.chunks) {
+      const Place at = place(c);
+      uint8_t* stage = stage_of(c);
+      const int t = threadIdx.x % kChunk;
+      const bool beta = threadIdx.x >= kChunk;
+      const void* data = beta ? p.beta : p.g;
+      if (threadIdx.x < 2 * kChunk && t >= at.from && t < at.to && data != nullptr)
+        copy_word(stage + S::words + threadIdx.x * 4,
+                  Word(data, beta ? p.beta_stride : p.g_stride, beta ? p.beta_dtype : p.g_dtype, at.token + t, h).address);
+      using P = Pieces<K>;
+      const auto* k = static_cast<const uint16_t*>(p.k) + h / p.k_group * p.k_stride.head + P::column();
+      const auto* q = static_cast<const uint16_t*>(p.q) + h / p.q_group * p.q_stride.head + P::column();
+      fetch_rows<P::rows, P::steps>(P::at(stage, 0), kTileRow<K>, k, p.k_stride.token, p.k_aligned, at, P::row(0));
+      fetch_rows<P::rows, P::steps>(P::at(stage + S::q, 0), kTileRow<K>, q, p.q_stride.token, p.q_aligned, at, P::row(0));
+      // A thread takes a row's every fourth piece of 16 bytes of V.
+      const int row = threadIdx.x / 4, pieces = rows / 8;
+      const auto* v = static_cast<const uint16_t*>(p.v) + h / p.v_group * p.v_stride.head + share * rows;
+#pragma unroll 1
+      for (int piece = threadIdx.x % 4; piece < pieces; piece += 4)
+        fetch_rows<1, 1>(stage + S::v + row * S::v_row_bytes + piece * 16, 0, v + piece * 8, p.v_stride.token, p.v_aligned, at, row);
+    }
+    copy_commit();
+  };
+
+  fetch(0);
+  GateBits bits;
+  if (warp == 4) load_raw_gate(bits, p, h);
+  float s[K / 8][4];
+#pragma unroll
+  for (int n = 0; n < K / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+  if (computes && p.initial.data != nullptr && sequence.read >= 0)
+    load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
+
+  auto *lower = reinterpret_cast<float*>(shared + S::lower), *inverses = reinterpret_cast<float*>(shared + S::inverses);
+  auto& gates = *reinterpret_cast<Gates*>(shared + S::gates);
+  auto* coupling = reinterpret_cast<uint2*>(shared + S::matrices);
+  auto* scores = reinterpret_cast<uint2*>(shared + S::matrices + kMatrixBytes);
+  int64_t c = 0;
+  do {
+    if (c < sequence.chunks) {
+      const Place at = place(c);
+      uint8_t *stage = stage_of(c), *k_tile = stage, *q_tile = stage + S::q;
+      copy_wait<0>();
+      if (p.l2norm) normalise_tile<T, K>(k_tile), normalise_tile<T, K>(q_tile);  // each thread what it has brought
+      __syncthreads();  // this chunk is there, and everyone is done with the one before
+      fetch(c + 1);
+
+      const bool few = at.to <= 16, has_rows = !few || role == 0;
+      float products[8][4];
+      if (warp == 4) {
+        const auto* words = reinterpret_cast<const uint32_t*>(stage + S::words);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int t = lane + 32 * i;
+          bits.g[i] = {words[t], Word(p.g, p.g_stride, p.g_dtype, at.token + t, h).shift};
+          bits.beta[i] = {words[kChunk + t], Word(p.beta, p.beta_stride, p.beta_dtype, at.token + t, h).shift};
+        }
+        make_gates(p, gates, reinterpret_cast<float*>(shared + S::matrices + 2 * kMatrixBytes), bits, at.from, at.to);
+      }
+      if (has_rows) multiply<T, K>(products, warp < 4 ? k_tile : q_tile, k_tile, role, lane);
+      __syncthreads();  // the gates are there
+      if (has_rows && warp >= 4) {
+        uint32_t words[2];
+        each_decay(gates, role, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
+          put_scores<T>(scores, products, p.scale, words, j, half, i, row, column, decay, role, lane);
+        });
+      }
+      if (has_rows && warp < 4) {
+        uint32_t words[2];
+        each_decay(gates, role, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
+          const float2 l = lower_pair(products, gates, j, half, i, row, column, decay);
+          const uint32_t word = Pair<T>::pack(-l.x, -l.y);
+          if (j == role)
+            *reinterpret_cast<float2*>(&lower[row * kLowerStride + column]) = l;
+          else if (half == 0)
+            words[i] = word;
+          else
+            coupling[block_index(2 * role + i, j) * 32 + lane] = make_uint2(words[i], word);
+        });
+        __syncwarp();  // a diagonal block is its own warp's work
+        float* inverse = inverses + 16 * role * kInverseStride;
+        invert_block(inverse, lower + 16 * role * kLowerStride + 16 * role, lane);
+        __syncwarp();
+        put_diagonal<T>(coupling, inverse, role, lane);
+      }
+      __syncthreads();  // coupling and scores are there
+
+      const auto step = [&](auto& o) {
+        advance<T, K, true>(s, o, k_tile, q_tile, kTileRow<K>, stage + S::v + 32 * warp, S::v_row_bytes, shared + S::matrices, p.scale, lane);
+        store_output<T>(p, o, at, h, v0, lane);
+      };
+      if (computes && few) {
+        float o[2][4];
+        step(o);
+      } else if (computes) {
+        float o[8][4];
+        step(o);
+      }
+      c++;
+    }
+    if (computes) leave_states(s, p, sequence, c, c >= sequence.chunks, h, v0);
+  } while (c < sequence.chunks);
+  if (p.zero_rest) zero_rest(p);  // last: it reads before it knows whether there is anything to do
+}
+
+template <class T, int K>
+void launch(const PrefillParams& p, cudaStream_t stream) {
+  static bool allowed[64] = {};  // by device
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= 64 || !allowed[device]) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(fused<T, K>), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               Shared<K>::bytes),
+          "cudaFuncSetAttribute");
+    if (device < 64) allowed[device] = true;
+  }
+  const int64_t grid = int64_t(p.num_seqs) * p.heads * (p.head_size_v / p.fused_rows);
+  GDN_LAUNCH((fused<T, K>), unsigned(grid), kThreads, Shared<K>::bytes, stream, p, p.fused_rows);
+  check(cudaGetLastError(), "prefill in one launch");
+}
+
+template <class T>
+void launch(const PrefillParams& p, cudaStream_t stream) {
+  p.head_size_k == 128 ? launch<T, 128>(p, stream) : launch<T, 64>(p, stream);
+}
+
+}  // namespace
+
+void launch_fused(const PrefillParams& p, cudaStream_t stream) {
+  p.dtype == DType::bf16 ? launch<__nv_bfloat16>(p, stream) : launch<__half>(p, stream);
+}
+
+}  // namespace gdn
