@@ -69,6 +69,7 @@ def chunk_gated_delta_rule_paged(
     beta_is_logit: bool = False,
     slots: GDNPagedPrefillSlots | None = None,
     backend: str = "auto",
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Chunked prefill that reads and writes a paged state pool.
 
@@ -98,6 +99,8 @@ def chunk_gated_delta_rule_paged(
         The result of :func:`gdn_paged_prefill_slots` for the same batch; not checked against the page table.
     backend : str
         "auto" or a registered name; a name is a demand.
+    max_seqlen : int, optional
+        An upper bound on the longest sequence's new tokens: a hint for planning, as in :func:`gdn_multi.chunk_gated_delta_rule`.
 
     Returns
     -------

@@ -299,6 +299,16 @@ def _longest(
     return host, longest
 
 
+def _max_seqlen(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"max_seqlen must be an int or None, got {_type(value)}")
+    if value < 0:
+        raise ValueError(f"max_seqlen must not be negative, got {value}")
+    return int(value)
+
+
 def page_table(
     page_indices: Any, page_indptr: Any, last_page_len: Any, num_seqs: int, device: torch.device, page_size: int = 0
 ) -> PageTable:
@@ -417,12 +427,7 @@ def prefill_request(
     if not isinstance(use_cp, bool) and use_cp != "auto":
         error = ValueError if isinstance(use_cp, str) else TypeError
         raise error(f"use_cp must be 'auto', True or False, got {_type(use_cp)}")
-    if max_seqlen is not None:
-        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, numbers.Integral):
-            raise TypeError(f"max_seqlen must be an int or None, got {_type(max_seqlen)}")
-        max_seqlen = int(max_seqlen)
-        if max_seqlen < 0:
-            raise ValueError(f"max_seqlen must not be negative, got {max_seqlen}")
+    max_seqlen = _max_seqlen(max_seqlen)
 
     # which arguments go together
     slot_values = (output_state_indices, checkpoint_state_indices, prefix_lens)
@@ -574,12 +579,14 @@ def _check_dense_rows(name: str, pool: torch.Tensor, when: str = "") -> None:
 def paged_prefill_request(
     q, k, v, g, beta, scale, cu_seqlens, state_pool, page_indices, page_indptr, page_size, last_page_len,
     use_qk_l2norm_in_kernel, output, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, slots, backend,
+    max_seqlen,
 ) -> PrefillRequest:  # fmt: skip
     """The request of a ``chunk_gated_delta_rule_paged`` call."""
     _check_page_size(page_size)
     _check_prefill_scalars(
         scale, use_qk_l2norm_in_kernel, gate_domain, use_gate_in_kernel, beta_is_logit, backend
     )
+    max_seqlen = _max_seqlen(max_seqlen)
     check_no_slots(SLOT_ARGUMENTS, backend, "the backend argument", paged=True)
     gate, num_seqs, sizes = _tokens(
         q, k, v, g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, cu_seqlens
@@ -594,7 +601,7 @@ def paged_prefill_request(
         fields = ("state_indices", "output_state_indices", "checkpoint_cu_starts", "prefix_lens")
         read, write, starts, prefix = _slots(slots, fields, num_seqs, q.device, "gdn_paged_prefill_slots")
         rows, pages = table.page_indices, None
-    host, longest = _longest(cu_seqlens, None, None, q.shape[0])
+    host, longest = _longest(cu_seqlens, None, max_seqlen, q.shape[0])
     invariant = env.flag(env.BATCH_INVARIANT)
     output, output_is_new = _output(output, (q.shape[0], heads, v.shape[2]), "[tokens, heads, V]", q)
     return PrefillRequest(

@@ -1,7 +1,8 @@
 """Which path a prefill takes, from shapes alone: no value on the device is read, so a captured call stays right.
 
 On sm_90a at K = V = 128 there are three (csrc/prefill/sm90_launch.cu): whole heads, V rows split over two CTAs, and either
-of them with the sequence split into segments. Everything else takes the portable path.
+of them with the sequence split into segments; and where no sequence has more than 64 tokens, all in one launch
+(csrc/prefill/fused.cu). Everything else takes the portable path.
 
 The choice is the path of the least estimated time. A kernel's CTAs stay on their multiprocessors and take units of work (a
 sequence's or segment's head, or half of one) as they become free, so its time is that of the fullest multiprocessor; a chunk
@@ -46,6 +47,10 @@ FIRST_PASS = Unit(2.7, 1.04, 0.13)
 REMEMBER, FORGET = 0.55, 16.0
 #: Of a split call: its launches; a segment of the scan.
 SPLIT, SCAN = 12.7, 2.06
+#: All in one launch: tokens of the longest sequence that may take it; the launch. By V rows, for each CTA that a multiprocessor takes,
+#: one after the other: up to 16 tokens, and what 64 take more.
+ONE_LAUNCH, LAUNCH = 64, 3.2
+FUSED = {128: (10.6, 3.4), 64: (9.0, 2.9), 32: (7.2, 2.4)}
 #: A split path must be estimated faster by this factor.
 DOUBT = 1.015
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
@@ -76,7 +81,30 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     rows, segment = fastest(
         request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split
     )
-    return Path(rows, segment, request.precise and request.q.dtype == torch.bfloat16)
+    half = request.precise and request.q.dtype == torch.bfloat16
+    # Its bits are not those of the other paths, and whether it serves a sequence depends on the others of a call.
+    if not must_split and not half and not request.batch_invariant:
+        fused = fused_rows(request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors)
+        if fused:
+            return Path(fused, 0, False, fused=True)
+    return Path(rows, segment, half)
+
+
+@functools.lru_cache(maxsize=4096)
+def fused_rows(tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int) -> int:
+    """V rows a CTA if all in one launch is estimated the fastest, or 0."""
+    longest = min(longest, tokens)
+    if longest > ONE_LAUNCH:
+        return 0
+    times = {rows: _fused_time(seqs * heads * (HEAD // rows), longest, multiprocessors, rows) for rows in FUSED}
+    rows = min(times, key=lambda rows: times[rows])
+    other = estimate(tokens, seqs, heads, longest, multiprocessors, *fastest(tokens, seqs, heads, longest, multiprocessors, False))
+    return rows if times[rows] < other else 0
+
+
+def _fused_time(units: int, longest: int, multiprocessors: int, rows: int) -> float:
+    few, more = FUSED[rows]
+    return LAUNCH + -(-units // multiprocessors) * (few + (more if longest > 16 else 0.0))
 
 
 @functools.lru_cache(maxsize=4096)

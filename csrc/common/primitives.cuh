@@ -33,6 +33,9 @@ __device__ __forceinline__ uint4 load_stream(const void* address) {
 }
 __device__ __forceinline__ void store_stream(void* address, const uint4& x) { __stcs(reinterpret_cast<uint4*>(address), x); }
 
+// A line into L2, to be read from there soon.
+__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // --- copies to shared memory that run on their own -------------------------------------------------------------------
 
 // 16 bytes, or 16 zero bytes when not `valid`: then `from` is not read.

@@ -83,6 +83,14 @@ struct Word {
   }
 };
 
+// The lines of a state's V rows into L2.
+__device__ __forceinline__ void prefetch_state(const States& states, int64_t row, int h, int v0, int rows, int columns) {
+  const int size = states.dtype == DType::f32 ? 4 : states.dtype == DType::bf16 || states.dtype == DType::f16 ? 2 : 1;
+  const int lines = columns * size / 64;  // halves: rows may start anywhere, and a line that is asked for twice comes once
+  for (int i = threadIdx.x; i < rows * lines; i += kThreads)
+    prefetch_line(static_cast<const char*>(states.data) + (row * states.row + h * states.head + (v0 + i / lines) * states.v) * size + i % lines * 64);
+}
+
 // Grid: sequence, head, share of its V rows, the last fastest.
 template <class T, int K>
 __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ PrefillParams p, const int rows) {
@@ -90,6 +98,15 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   GDN_SHARED(shared);
   const int shares = p.head_size_v / rows;
   const int share = blockIdx.x % shares, h = blockIdx.x / shares % p.heads, index = blockIdx.x / shares / p.heads;
+  // Where the tokens lie is known a load later. Meanwhile those that would be the first if all sequences had one length come to L2; of one
+  // sequence, they are.
+  const auto prefetch_rows = [&](const void* data, const Strides3& stride, int head, int bytes) {
+    const int64_t token = int64_t(index) * (p.num_tokens / p.num_seqs) + threadIdx.x % kChunk;
+    const int at = int(threadIdx.x) / kChunk * 128;
+    if (token < p.num_tokens && at < bytes) prefetch_line(static_cast<const char*>(data) + (token * stride.token + head * stride.head) * 2 + at);
+  };
+  prefetch_rows(p.k, p.k_stride, h / p.k_group, 2 * K);
+  prefetch_rows(p.q, p.q_stride, h / p.q_group, 2 * K);
   const Sequence sequence = get_sequence(p, index);
   if (sequence.chunks == 0 && !p.copy_empty) {
     if (p.zero_rest) zero_rest(p);
@@ -125,6 +142,8 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
     copy_commit();
   };
 
+  // The state takes longest to come, and is asked for last: registers wait for nothing that comes before it.
+  if (p.initial.data != nullptr && sequence.read >= 0) prefetch_state(p.initial, sequence.read, h, share * rows, rows, K);
   fetch(0);
   GateBits bits;
   if (warp == 4) load_raw_gate(bits, p, h);

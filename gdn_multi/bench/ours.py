@@ -85,7 +85,7 @@ def _prefill(inputs: PrefillInputs, backend: str, variant: str) -> Call:
         slots = None
         if variant.endswith("slots"):
             slots = gdn_multi.gdn_paged_prefill_slots(inputs.cu_seqlens, **table)
-        keywords.update(table, state_pool=pages.pool, slots=slots)
+        keywords.update(table, state_pool=pages.pool, slots=slots, max_seqlen=inputs.max_seqlen)
         function = gdn_multi.chunk_gated_delta_rule_paged
         reset, read = paged_reset_and_read(inputs)
 

@@ -33,6 +33,19 @@ def test_what_may_not_be_split_is_not():
     assert choose(64, 1, 64, use_cp=True).segment > 0
 
 
+def test_one_launch_where_no_sequence_is_long():
+    for tokens, seqs, heads, longest in ((1, 1, 8, 1), (16, 1, 64, 16), (64, 1, 8, 64), (96, 2, 16, 48)):
+        assert choose(tokens, seqs, heads, longest).fused, tokens
+    for tokens, seqs, heads, longest in ((65, 1, 8, 65), (2048, 32, 64, 64), (96, 2, 16, None)):
+        assert not choose(tokens, seqs, heads, longest).fused, tokens
+    assert choose(64, 1, 8).rows < choose(16, 2, 64, 8).rows  # few CTAs of many V rows, or many of few
+
+
+def test_no_bits_that_depend_on_other_sequences():
+    for fields in (dict(batch_invariant=True), dict(precise=True), dict(use_cp=True), dict(head_size_v=64)):
+        assert choose(16, 1, 8).fused and not choose(16, 1, 8, **fields).fused, fields
+
+
 def test_elsewhere_the_portable_path():
     assert heuristics.choose(request(8192, 1, 8), (8, 0), SMS) == heuristics.PORTABLE
     assert choose(8192, 1, 8, head_size_k=64) == heuristics.PORTABLE

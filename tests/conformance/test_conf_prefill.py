@@ -255,7 +255,7 @@ def test_cu_seqlens_dtypes(door, sizes, index_dtype):
 
 
 def test_hints_change_nothing(door, sizes):
-    """cu_seqlens_cpu and max_seqlen may help to plan, and must not change a bit."""
+    """cu_seqlens_cpu and max_seqlen may help to plan, and nothing else."""
     tokens = Tokens(sizes.dims, sizes.lengths, device=door.device, dtype=sizes.dtype)
     output, final = run(door, tokens)
     hinted = run(door, tokens, cu_seqlens_cpu=tokens.cu_seqlens.cpu(), max_seqlen=max(sizes.lengths))

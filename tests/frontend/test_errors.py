@@ -447,8 +447,8 @@ SCALARS = [
     ("checkpoint_every_n_tokens", 63, ValueError, "64.*63", PLAIN_PREFILLS),
     ("use_cp", "yes", ValueError, "auto.*yes", PLAIN_PREFILLS),
     ("use_cp", None, TypeError, "auto.*None", PLAIN_PREFILLS),
-    ("max_seqlen", 1.5, TypeError, "int", PLAIN_PREFILLS),
-    ("max_seqlen", -1, ValueError, "-1", PLAIN_PREFILLS),
+    ("max_seqlen", 1.5, TypeError, "int", PREFILLS),
+    ("max_seqlen", -1, ValueError, "-1", PREFILLS),
     ("use_qk_l2norm", 1, TypeError, "True or False|bool", DECODES),
     ("disable_state_update", 1, TypeError, "True or False|bool", [decode, pool_decode]),
 ]
@@ -481,6 +481,7 @@ def test_the_page_size_is_checked_before_tensors(call):
 def test_max_seqlen_below_the_longest_sequence():
     """On a CPU, where the lengths can be seen, or with cu_seqlens_cpu."""
     refused(prefill, ValueError, "max_seqlen", "70", "69", max_seqlen=69)
+    refused(paged_prefill, ValueError, "max_seqlen", "64", "63", max_seqlen=63)
 
 
 def test_cu_seqlens_cpu():

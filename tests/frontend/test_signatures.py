@@ -30,7 +30,7 @@ PAGED_PREFILL = (
         cu_seqlens=REQUIRED, state_pool=REQUIRED, page_indices=REQUIRED, page_indptr=REQUIRED, page_size=REQUIRED,
         last_page_len=REQUIRED, use_qk_l2norm_in_kernel=False, output=None, gate_domain="linear",
         use_gate_in_kernel=False,
-        A_log=None, dt_bias=None, beta_is_logit=False, slots=None, backend="auto",
+        A_log=None, dt_bias=None, beta_is_logit=False, slots=None, backend="auto", max_seqlen=None,
     ),
 )  # fmt: skip
 DECODE = (

@@ -136,10 +136,6 @@ inline void copy_index(void* to, const void* from, bool wide) { std::memcpy(to, 
 inline void bulk_prefetch(const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
 }
-inline void prefetch_line(const void* from) {
-  volatile char seen = *static_cast<const char*>(from);  // a test's sanitizer sees where it goes
-  (void)seen;
-}
 inline void fence_async_proxy() {}
 inline void store_global(void* to, const uint4& x) { std::memcpy(to, &x, 16); }
 template <class T>
