@@ -164,6 +164,7 @@ class Engine:
             state_pool=self.pool,
             page_size=self.page_size,
             slots=slots,
+            max_seqlen=max(lengths),
             backend=self.backend,
             **table,
             **self.prefill_options,
