@@ -9,9 +9,10 @@
 //              work of one warp, on an H200; instead U comes block by block, with -L where the coupling would be:
 //                  U_i = inverse_ii (Y_i - sum over m < i of L_im U_m)
 //              as many products in the recurrence as before.
-//   warps      Warps 0 to 3 make K K^T, L and inverses, warps 4 to 7 meanwhile Q K^T and the scores; warp 4 the gates before that. Then
-//              each warp takes its 16 V rows on. One CTA a multiprocessor: it has about six times the instructions of the path for sm_90a
-//              a chunk and head, so this file is for calls that leave multiprocessors idle.
+//   warps      Warps 0 to 3 make K K^T, L and inverses, one of them the gates before; warps 4 to 7 meanwhile Q K^T and the scores, and if there
+//              are no more than 64 V rows, these are theirs: products with the state hide behind the inverses. One CTA a multiprocessor: it has
+//              about six times the instructions of the path for sm_90a a chunk and head, so this file is for calls that leave multiprocessors
+//              idle.
 //   memory     Two places for tiles: a chunk's come while the one before is worked on.
 //   16 tokens  A chunk that ends with its 16th row at the latest is worked on as 16 tokens: a few tokens after a shared prefix, or
 //              the drafts of speculative decoding.
@@ -22,6 +23,13 @@ namespace gdn {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+// Whether products with the state come before a barrier. Compilers for older architectures then run out of registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kAhead = false;
+#else
+constexpr bool kAhead = true;
+#endif
 
 template <int K>
 struct Shared {
@@ -34,7 +42,7 @@ struct Shared {
   static constexpr int matrices = gates + int(sizeof(Gates)), bytes = matrices + kSlotBytes;
 };
 
-// This thread's pieces of a tile [64, K]: eight elements of rows row0() + i * kRows.
+// This thread's pieces of a tile [64, K]: eight elements each, of row(0) and every `rows`-th behind it.
 template <int K>
 struct Pieces {
   static constexpr int lanes = K / 8, rows = kThreads / lanes, steps = kChunk / rows;
@@ -101,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   // Where the tokens lie is known a load later. Meanwhile those that would be the first if all sequences had one length come to L2; of one
   // sequence, they are.
   const auto prefetch_rows = [&](const void* data, const Strides3& stride, int head, int bytes) {
-    const int64_t token = int64_t(index) * (p.num_tokens / p.num_seqs) + threadIdx.x % kChunk;
+    const int64_t token = int64_t(index) * (uint32_t(p.num_tokens) / uint32_t(p.num_seqs)) + threadIdx.x % kChunk;
     const int at = int(threadIdx.x) / kChunk * 128;
     if (token < p.num_tokens && at < bytes) prefetch_line(static_cast<const char*>(data) + (token * stride.token + head * stride.head) * 2 + at);
   };
@@ -113,8 +121,9 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp % 4;
-  const bool computes = 16 * warp < rows;
-  const int v0 = share * rows + 16 * warp;
+  const int my_rows = (warp + 4) % kWarps * 16;
+  const bool computes = my_rows < rows;
+  const int v0 = share * rows + my_rows;
   const auto place = [&](int64_t c) { return Place{0, sequence.first_token(c), sequence.from(c), sequence.to(c)}; };
   const auto stage_of = [&](int64_t c) { return shared + c % 2 * S::stage; };
   const auto fetch = [&](int64_t c) {
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   if (p.initial.data != nullptr && sequence.read >= 0) prefetch_state(p.initial, sequence.read, h, share * rows, rows, K);
   fetch(0);
   GateBits bits;
-  if (warp == 4) load_raw_gate(bits, p, h);
+  if (warp <= 1) load_raw_gate(bits, p, h);
   float s[K / 8][4];
 #pragma unroll
   for (int n = 0; n < K / 8; n++)
@@ -169,9 +178,9 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
       __syncthreads();  // this chunk is there, and everyone is done with the one before
       fetch(c + 1);
 
-      const bool few = at.to <= 16, has_rows = !few || role == 0;
+      const bool few = at.to <= 16;
       float products[8][4];
-      if (warp == 4) {
+      if (warp == (few ? 1 : 0)) {
         const auto* words = reinterpret_cast<const uint32_t*>(stage + S::words);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -181,44 +190,50 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
         }
         make_gates(p, gates, reinterpret_cast<float*>(shared + S::matrices + 2 * kMatrixBytes), bits, at.from, at.to);
       }
-      if (has_rows) multiply<T, K>(products, warp < 4 ? k_tile : q_tile, k_tile, role, lane);
+      if (!few || role == 0) multiply<T, K>(products, warp < 4 ? k_tile : q_tile, k_tile, role, lane);
       __syncthreads();  // the gates are there
-      if (has_rows && warp >= 4) {
-        uint32_t words[2];
-        each_decay(gates, role, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
-          put_scores<T>(scores, products, p.scale, words, j, half, i, row, column, decay, role, lane);
-        });
-      }
-      if (has_rows && warp < 4) {
-        uint32_t words[2];
-        each_decay(gates, role, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
-          const float2 l = lower_pair(products, gates, j, half, i, row, column, decay);
-          const uint32_t word = Pair<T>::pack(-l.x, -l.y);
-          if (j == role)
-            *reinterpret_cast<float2*>(&lower[row * kLowerStride + column]) = l;
-          else if (half == 0)
-            words[i] = word;
-          else
-            coupling[block_index(2 * role + i, j) * 32 + lane] = make_uint2(words[i], word);
-        });
-        __syncwarp();  // a diagonal block is its own warp's work
-        float* inverse = inverses + 16 * role * kInverseStride;
-        invert_block(inverse, lower + 16 * role * kLowerStride + 16 * role, lane);
-        __syncwarp();
-        put_diagonal<T>(coupling, inverse, role, lane);
-      }
-      __syncthreads();  // coupling and scores are there
 
-      const auto step = [&](auto& o) {
-        advance<T, K, true>(s, o, k_tile, q_tile, kTileRow<K>, stage + S::v + 32 * warp, S::v_row_bytes, shared + S::matrices, p.scale, lane);
-        store_output<T>(p, o, at, h, v0, lane);
+      const auto rest = [&](auto& u, auto& o) {
+        constexpr bool kFew = sizeof(o) == 2 * sizeof(o[0]);
+        const int block = kFew ? 0 : role;  // of 16 rows
+        if (block == role && warp >= 4) {
+          uint32_t words[2];
+          each_decay(gates, block, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
+            put_scores<T>(scores, products, p.scale, words, j, half, i, row, column, decay, block, lane);
+          });
+        }
+        if (block == role && warp < 4) {
+          uint32_t words[2];
+          each_decay(gates, block, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
+            const float2 l = lower_pair(products, gates, j, half, i, row, column, decay);
+            const uint32_t word = Pair<T>::pack(-l.x, -l.y);
+            if (j == block)
+              *reinterpret_cast<float2*>(&lower[row * kLowerStride + column]) = l;
+            else if (half == 0)
+              words[i] = word;
+            else
+              coupling[block_index(2 * block + i, j) * 32 + lane] = make_uint2(words[i], word);
+          });
+          __syncwarp();  // a diagonal block is its own warp's work
+          float* inverse = inverses + 16 * block * kInverseStride;
+          invert_block(inverse, lower + 16 * block * kLowerStride + 16 * block, lane);
+          __syncwarp();
+          put_diagonal<T>(coupling, inverse, block, lane);
+        }
+        if (kAhead && computes) multiply_state<T, K>(s, u, o, k_tile, q_tile, kTileRow<K>, lane);
+        __syncthreads();  // coupling and scores are there
+        if (computes) {
+          if (!kAhead) multiply_state<T, K>(s, u, o, k_tile, q_tile, kTileRow<K>, lane);
+          advance<T, K, true>(s, u, o, k_tile, kTileRow<K>, stage + S::v + my_rows * 2, S::v_row_bytes, shared + S::matrices, p.scale, lane);
+          store_output<T>(p, o, at, h, v0, lane);
+        }
       };
-      if (computes && few) {
-        float o[2][4];
-        step(o);
-      } else if (computes) {
-        float o[8][4];
-        step(o);
+      if (few) {
+        float u[2][4], o[2][4];
+        rest(u, o);
+      } else {
+        float u[8][4], o[8][4];
+        rest(u, o);
       }
       c++;
     }

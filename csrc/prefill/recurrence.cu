@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ Pre
       }
       if (computes) {
         const uint8_t* stage = shared + (plan.stages == 2 ? c % 2 : 0) * stage_bytes;
-        float o[8][4];
-        advance<T, K>(s, o, stage, stage + Stage<K>::q, Stage<K>::row_bytes, stage + Stage<K>::v + 32 * warp, v_row_bytes,
-                      stage + Stage<K>::matrices, p.scale, lane);
+        float u[8][4], o[8][4];
+        multiply_state<T, K>(s, u, o, stage, stage + Stage<K>::q, Stage<K>::row_bytes, lane);
+        advance<T, K>(s, u, o, stage, Stage<K>::row_bytes, stage + Stage<K>::v + 32 * warp, v_row_bytes, stage + Stage<K>::matrices, p.scale, lane);
         store_output<T>(p, o, place(c), h, v0, lane);
       }
     }

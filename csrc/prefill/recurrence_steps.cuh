@@ -23,30 +23,22 @@ __device__ __forceinline__ void zero_rest(const PrefillParams& p) {
   }
 }
 
-// One chunk of one warp: 16 V rows, in columns v.. of the V tile, and the first TILES * 8 tokens; what others there were would change
-// nothing. SOLVE: coupling holds only its diagonal blocks, and -L off the diagonal; U comes block by block.
-template <class T, int K, bool SOLVE = false, int TILES>
-__device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&o)[TILES][4], const uint8_t* k_tile, const uint8_t* q_tile, int row_bytes,
-                                        const uint8_t* v_tile, int v_row_bytes, const uint8_t* matrices, float scale, int lane) {
-  constexpr int kBlocks = TILES / 2;
-  const int q = lane % 4;
-  const auto* gates = reinterpret_cast<const float*>(matrices + 2 * kMatrixBytes);
-  const auto* coupling = reinterpret_cast<const uint2*>(matrices) + lane;
-  const auto* scores = reinterpret_cast<const uint2*>(matrices + kMatrixBytes) + lane;
+// One chunk of one warp: 16 V rows, and the first TILES * 8 tokens; what others there were would change nothing. First X^T and S Q^T, which want
+// nothing that is made of k and q.
+template <class T, int K, int TILES>
+__device__ __forceinline__ void multiply_state(const float (&s)[K / 8][4], float (&u)[TILES][4], float (&o)[TILES][4], const uint8_t* k_tile,
+                                               const uint8_t* q_tile, int row_bytes, int lane) {
   const int row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
-  float u[TILES][4];
 #pragma unroll
   for (int n = 0; n < TILES; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) u[n][i] = 0.f, o[n][i] = 0.f;
-
-  // X^T and S Q^T
 #pragma unroll
   for (int k = 0; k < K / 16; k++) {
     const uint32_t a[4] = {Pair<T>::pack(s[2 * k][0], s[2 * k][1]), Pair<T>::pack(s[2 * k][2], s[2 * k][3]),
                            Pair<T>::pack(s[2 * k + 1][0], s[2 * k + 1][1]), Pair<T>::pack(s[2 * k + 1][2], s[2 * k + 1][3])};
 #pragma unroll
-    for (int j = 0; j < kBlocks; j++) {
+    for (int j = 0; j < TILES / 2; j++) {
       uint32_t b[4];
       const int place = (16 * j + row) * row_bytes + (16 * k + column) * 2;
       load_tiles(b, k_tile + place);
@@ -57,6 +49,19 @@ __device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&o)[TILES][
       mma<T>(o[2 * j + 1], a, b[2], b[3]);
     }
   }
+}
+
+// Then all the rest; V rows are in columns v.. of the V tile. SOLVE: coupling holds only its diagonal blocks, and -L off the diagonal; U comes
+// block by block.
+template <class T, int K, bool SOLVE = false, int TILES>
+__device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&u)[TILES][4], float (&o)[TILES][4], const uint8_t* k_tile, int row_bytes,
+                                        const uint8_t* v_tile, int v_row_bytes, const uint8_t* matrices, float scale, int lane) {
+  constexpr int kBlocks = TILES / 2;
+  const int q = lane % 4;
+  const auto* gates = reinterpret_cast<const float*>(matrices + 2 * kMatrixBytes);
+  const auto* coupling = reinterpret_cast<const uint2*>(matrices) + lane;
+  const auto* scores = reinterpret_cast<const uint2*>(matrices + kMatrixBytes) + lane;
+  const int row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;
 
   // Y^T
 #pragma unroll
