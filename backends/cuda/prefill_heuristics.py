@@ -82,8 +82,9 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
         request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors, may_split, must_split
     )
     half = request.precise and request.q.dtype == torch.bfloat16
-    # Its bits are not those of the other paths, and whether it serves a sequence depends on the others of a call.
-    if not must_split and not half and not request.batch_invariant:
+    # One launch: its bits are not those of the other paths, and whether it serves a sequence depends on the others of a call.
+    # With fp16 operands it has no range beyond theirs for states.
+    if not must_split and not half and not request.batch_invariant and request.q.dtype == torch.bfloat16:
         fused = fused_rows(request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors)
         if fused:
             return Path(fused, 0, False, fused=True)

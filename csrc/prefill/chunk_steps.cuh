@@ -209,10 +209,12 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[2][4], const float* lef
     mma_tf32(d[n], a, to_tf32(right[p * kInverseStride + 8 * n + g]), to_tf32(right[(p + 4) * kInverseStride + 8 * n + g]));
 }
 
-// The coupling's diagonal block `warp`: that of the inverse without the identity.
+// Column `warp` of the coupling's 16x16 blocks. L and all diagonal blocks of the inverse are there.
 template <class T>
-__device__ __forceinline__ void put_diagonal(uint2* coupling, const float* block, int warp, int lane) {
+__device__ __forceinline__ void fill_column(uint2* coupling, float* inverses, const float* lower, int warp, int lane) {
   const int g = lane / 4, q = lane % 4;
+  float* inverse = inverses + warp * kChunk * kInverseStride;
+  // The diagonal block's own part of the coupling: without the identity.
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = g + 8 * i;
@@ -220,19 +222,11 @@ __device__ __forceinline__ void put_diagonal(uint2* coupling, const float* block
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int column = 8 * half + 2 * q;
-      const float2 x = *reinterpret_cast<const float2*>(&block[row * kInverseStride + column]);
+      const float2 x = *reinterpret_cast<const float2*>(&inverse[(16 * warp + row) * kInverseStride + column]);
       words[half] = Pair<T>::pack(column < row ? x.x : 0.f, column + 1 < row ? x.y : 0.f);
     }
     coupling[block_index(2 * warp + i, warp) * 32 + lane] = make_uint2(words[0], words[1]);
   }
-}
-
-// Column `warp` of the coupling's 16x16 blocks. L and all diagonal blocks of the inverse are there.
-template <class T>
-__device__ __forceinline__ void fill_column(uint2* coupling, float* inverses, const float* lower, int warp, int lane) {
-  const int g = lane / 4, q = lane % 4;
-  float* inverse = inverses + warp * kChunk * kInverseStride;
-  put_diagonal<T>(coupling, inverse + 16 * warp * kInverseStride, warp, lane);
   for (int i = warp + 1; i < 4; i++) {
     float sum[2][4] = {}, block[2][4] = {};
     for (int m = warp; m < i; m++)

@@ -6,9 +6,8 @@
 // repeat here.
 //
 //   inverse    Only diagonal blocks of I + L are inverted. What would be the inverse's off-diagonal blocks takes 2 us of a chunk's 7, serial
-//              work of one warp, on an H200; instead U comes block by block, with -L where the coupling would be:
+//              work of one warp, on an H200; instead U comes block by block, with products in TF32:
 //                  U_i = inverse_ii (Y_i - sum over m < i of L_im U_m)
-//              as many products in the recurrence as before.
 //   warps      Warps 0 to 3 make K K^T, L and inverses, one of them the gates before; warps 4 to 7 meanwhile Q K^T and the scores, and if there
 //              are no more than 64 V rows, these are theirs: products with the state hide behind the inverses. One CTA a multiprocessor: it has
 //              about six times the instructions of the path for sm_90a a chunk and head, so this file is for calls that leave multiprocessors
@@ -37,7 +36,8 @@ struct Shared {
   static constexpr int q = kChunk * kTileRow<K>, words = 2 * q, v = words + 2 * kChunk * 4;
   static constexpr int v_row_bytes = 2 * 128 + 16;
   static constexpr int stage = v + kChunk * v_row_bytes;
-  // Behind them what is made here: diagonal blocks of L and of their inverses, gates; -L and these, scores and more gates as in the workspace.
+  // Behind them what is made here: L, off the diagonal -L; the inverses of diagonal blocks without the identity; gates; scores and more gates, as in
+  // the workspace.
   static constexpr int lower = 2 * stage, inverses = lower + kLowerBytes, gates = inverses + kInverseBytes / 4;
   static constexpr int matrices = gates + int(sizeof(Gates)), bytes = matrices + kSlotBytes;
 };
@@ -124,10 +124,11 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   const int my_rows = (warp + 4) % kWarps * 16;
   const bool computes = my_rows < rows;
   const int v0 = share * rows + my_rows;
-  const auto place = [&](int64_t c) { return Place{0, sequence.first_token(c), sequence.from(c), sequence.to(c)}; };
-  const auto stage_of = [&](int64_t c) { return shared + c % 2 * S::stage; };
-  const auto fetch = [&](int64_t c) {
-    if (c < sequence.chunks) {
+  const int chunks = int(sequence.chunks);
+  const auto place = [&](int c) { return Place{0, sequence.first_token(c), sequence.from(c), sequence.to(c)}; };
+  const auto stage_of = [&](int c) { return shared + c % 2 * S::stage; };
+  const auto fetch = [&](int c) {
+    if (c < chunks) {
       const Place at = place(c);
       uint8_t* stage = stage_of(c);
       const int t = threadIdx.x % kChunk;
@@ -166,11 +167,10 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
 
   auto *lower = reinterpret_cast<float*>(shared + S::lower), *inverses = reinterpret_cast<float*>(shared + S::inverses);
   auto& gates = *reinterpret_cast<Gates*>(shared + S::gates);
-  auto* coupling = reinterpret_cast<uint2*>(shared + S::matrices);
   auto* scores = reinterpret_cast<uint2*>(shared + S::matrices + kMatrixBytes);
-  int64_t c = 0;
+  int c = 0;
   do {
-    if (c < sequence.chunks) {
+    if (c < chunks) {
       const Place at = place(c);
       uint8_t *stage = stage_of(c), *k_tile = stage, *q_tile = stage + S::q;
       copy_wait<0>();
@@ -203,28 +203,25 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
           });
         }
         if (block == role && warp < 4) {
-          uint32_t words[2];
           each_decay(gates, block, lane, [&](int j, int half, int i, int row, int column, float2 decay) {
             const float2 l = lower_pair(products, gates, j, half, i, row, column, decay);
-            const uint32_t word = Pair<T>::pack(-l.x, -l.y);
+            auto* to = &lower[row * kLowerStride + column];
             if (j == block)
-              *reinterpret_cast<float2*>(&lower[row * kLowerStride + column]) = l;
-            else if (half == 0)
-              words[i] = word;
+              *reinterpret_cast<float2*>(to) = l;
             else
-              coupling[block_index(2 * block + i, j) * 32 + lane] = make_uint2(words[i], word);
+              *reinterpret_cast<uint2*>(to) = make_uint2(to_tf32(-l.x), to_tf32(-l.y));
           });
           __syncwarp();  // a diagonal block is its own warp's work
           float* inverse = inverses + 16 * block * kInverseStride;
           invert_block(inverse, lower + 16 * block * kLowerStride + 16 * block, lane);
-          __syncwarp();
-          put_diagonal<T>(coupling, inverse, block, lane);
+          if (lane < 16) inverse[lane * kInverseStride + lane] = 0.f;  // its own column's
         }
         if (kAhead && computes) multiply_state<T, K>(s, u, o, k_tile, q_tile, kTileRow<K>, lane);
-        __syncthreads();  // coupling and scores are there
+        __syncthreads();  // L, inverses and scores are there
         if (computes) {
           if (!kAhead) multiply_state<T, K>(s, u, o, k_tile, q_tile, kTileRow<K>, lane);
-          advance<T, K, true>(s, u, o, k_tile, kTileRow<K>, stage + S::v + my_rows * 2, S::v_row_bytes, shared + S::matrices, p.scale, lane);
+          advance<T, K, true>(s, u, o, k_tile, kTileRow<K>, stage + S::v + my_rows * 2, S::v_row_bytes, shared + S::matrices, p.scale, lane, lower,
+                              inverses);
           store_output<T>(p, o, at, h, v0, lane);
         }
       };
@@ -237,8 +234,8 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
       }
       c++;
     }
-    if (computes) leave_states(s, p, sequence, c, c >= sequence.chunks, h, v0);
-  } while (c < sequence.chunks);
+    if (computes) leave_states(s, p, sequence, c, c >= chunks, h, v0);
+  } while (c < chunks);
   if (p.zero_rest) zero_rest(p);  // last: it reads before it knows whether there is anything to do
 }
 

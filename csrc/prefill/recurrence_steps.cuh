@@ -1,6 +1,6 @@
 // The recurrence over chunks by warps of 16 V rows, step by step: for recurrence.cu, which says what is computed, and for fused.cu.
 #pragma once
-#include "sequence.cuh"
+#include "chunk_steps.cuh"
 #include "states.cuh"
 
 namespace gdn {
@@ -51,11 +51,12 @@ __device__ __forceinline__ void multiply_state(const float (&s)[K / 8][4], float
   }
 }
 
-// Then all the rest; V rows are in columns v.. of the V tile. SOLVE: coupling holds only its diagonal blocks, and -L off the diagonal; U comes
-// block by block.
+// Then all the rest; V rows are in columns v.. of the V tile. SOLVE: there is no coupling; U comes block by block from -L off the diagonal, `lower`, rounded
+// for TF32, and the inverses of the diagonal blocks without the identity. (In bf16 errors would grow from block to block where keys are alike.)
 template <class T, int K, bool SOLVE = false, int TILES>
 __device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&u)[TILES][4], float (&o)[TILES][4], const uint8_t* k_tile, int row_bytes,
-                                        const uint8_t* v_tile, int v_row_bytes, const uint8_t* matrices, float scale, int lane) {
+                                        const uint8_t* v_tile, int v_row_bytes, const uint8_t* matrices, float scale, int lane,
+                                        const float* lower = nullptr, const float* inverses = nullptr) {
   constexpr int kBlocks = TILES / 2;
   const int q = lane % 4;
   const auto* gates = reinterpret_cast<const float*>(matrices + 2 * kMatrixBytes);
@@ -110,15 +111,29 @@ __device__ __forceinline__ void advance(float (&s)[K / 8][4], float (&u)[TILES][
   if constexpr (SOLVE) {
 #pragma unroll
     for (int i = 0; i < kBlocks; i++) {
+      // Eight sources at a time, in the order 0, 2, 4, 6, 1, 3, 5, 7: as accumulators have them.
+      const auto sources_of = [&](uint32_t(&x)[4], int k) {
+        x[0] = to_tf32(u[k][0]), x[1] = to_tf32(u[k][2]), x[2] = to_tf32(u[k][1]), x[3] = to_tf32(u[k][3]);
+      };
 #pragma unroll
-      for (int k = 0; k <= i; k++) {
-        if (k == i) pack_block(i);
+      for (int k = 0; k < 2 * i; k++) {
+        uint32_t sources[4];
+        sources_of(sources, k);
 #pragma unroll
         for (int n = 2 * i; n < 2 * i + 2; n++) {
-          const uint2 b = coupling[block_index(n, k) * 32];
-          mma<T>(u[n], a[k], b.x, b.y);
+          const uint2 l = *reinterpret_cast<const uint2*>(lower + (8 * n + lane / 4) * kLowerStride + 8 * k + 2 * q);
+          mma_tf32(u[n], sources, l.x, l.y);
         }
       }
+      uint32_t sources[2][4];
+      sources_of(sources[0], 2 * i), sources_of(sources[1], 2 * i + 1);
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int k = 0; k <= half; k++) {
+          const float2 x = *reinterpret_cast<const float2*>(inverses + (16 * i + 8 * half + lane / 4) * kInverseStride + 8 * k + 2 * q);
+          mma_tf32(u[2 * i + half], sources[k], to_tf32(x.x), to_tf32(x.y));
+        }
       pack_block(i);
     }
   } else {

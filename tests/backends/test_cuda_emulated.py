@@ -358,6 +358,24 @@ def test_prefill_in_one_launch_of_few_tokens(launches, lengths, views):
             assert relative(final[i], each[-1]) < OUTPUT_LIMIT[BF16] if lengths[i] else torch.equal(final[i], initial[i])
 
 
+@pytest.mark.parametrize("alike, strength", ((0.8, 1.9), (1.0, 1.5)))
+def test_prefill_in_one_launch_where_keys_are_alike(launches, alike, strength):
+    """Errors must not grow from block to block: none is larger than that of two launches by more than a tenth."""
+    errors = {}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        _, k, v, inputs = prefill_inputs(64, (1, 1, 1), 128, 128, BF16, {})
+        q, k = torch.nn.functional.normalize(torch.randn(64, 1, 128), dim=-1).to(BF16), k.float()
+        k = torch.nn.functional.normalize((1 - alike) * k + alike * k[:1], dim=-1).to(BF16)
+        inputs.update(beta=torch.full((64, 1), strength), cu_seqlens=torch.tensor([0, 64]))
+        o, states = reference.prefill(q, k, v, **inputs)
+        for rows in (None, 128):
+            launches(rows)
+            output, final = gdn_multi.chunk_gated_delta_rule(q, k, v, **inputs, output_final_state=True, backend="cuda")
+            errors.setdefault(rows, []).extend((relative(output, o), relative(final[0], states[0][-1])))
+    assert all(one < 1.1 * two for one, two in zip(errors[128], errors[None])), errors
+
+
 # --- errors raised in C++ ------------------------------------------------------------------------
 
 
