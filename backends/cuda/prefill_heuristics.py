@@ -12,8 +12,8 @@ longest: see `_kinds`.
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
 on an H200. Of their points, up to 200,000 tokens, the choice is within 5% of the best path in 123 of 132 where the longest sequence
 is known, in 114 of 128 where it is not (in four more it is a path that was not measured there); 0.9 and 1.6% in the mean. At worst
-it takes 23% more (16/64 heads, one sequence of 8191 tokens and 31 short ones: their last chunks, cut short, cost more than is
-counted here) and 31%.
+it takes 23% more and 31%. They were measured before chunks that are cut short became cheaper. What one launch takes is fitted to one
+to 32 sequences of 1 to 64 tokens with 8 and 64 heads.
 """
 
 from __future__ import annotations
