@@ -271,7 +271,7 @@ def calls(backend) -> None:
         for m, option in enumerate(options):
             heads = ((1, 1, 4), (4, 2, 2), (2, 2, 2), (2, 1, 4))[(n + m) % 4]
             ho = max(heads[0], heads[2])
-            dtype = BF16 if path.half or (n + m) % 2 else F16
+            dtype = BF16 if path.half or path.fused or (n + m) % 2 else F16
             state_dtype = list(STATE_LIMIT)[(n + 2 * m) % 5]
             every, margin = 64 * (1 + m % 3), (3, 70)
             inputs = draw(lengths, heads, dtype, margin=margin, seed=n * 10 + m, **option)
@@ -377,7 +377,7 @@ def accuracy(backend) -> None:
             initial = 0.25 * torch.randn(1, 8, 128, 128, device=DEVICE)
             final, cells, wanted = torch.empty_like(initial), [], None
             for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True), Path(64, 0, False, fused=True)):
-                if path.half and dtype == F16:
+                if (path.half or path.fused) and dtype == F16:
                     continue
                 backend.forced_path = path
                 request = make([8192], (2, 2, 8), inputs, initial_state=initial, final_state=final, final_state_is_new=True)

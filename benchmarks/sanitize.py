@@ -165,12 +165,13 @@ def portable(backend, sms: int) -> int:
 def fused(backend, sms: int) -> int:
     """All in one launch."""
     cases = (
-        (128, (1, 1, 2), (128, 128), BF16, F32, None), (64, (2, 2, 2), (64, 64), F16, BF16, None),
-        (32, (2, 1, 1), (128, 64), BF16, F16, None), (16, (1, 1, 2), (64, 128), F16, E4M3, None),
-        (64, (1, 1, 2), (128, 128), BF16, F32, tokens_shifted), (64, (1, 1, 2), (128, 128), BF16, BF16, states_padded),
+        (128, (1, 1, 2), (128, 128), F32, None), (64, (2, 2, 2), (128, 64), BF16, None), (32, (2, 1, 1), (128, 64), F16, None),
+        (16, (1, 1, 2), (128, 128), E4M3, None), (64, (1, 1, 2), (128, 128), F32, tokens_shifted),
+        (64, (1, 1, 2), (128, 128), BF16, states_padded),
     )  # fmt: skip
-    for n, (rows, heads, sizes, dtype, state_dtype, change) in enumerate(cases):
-        paged(backend, n, Path(rows, 0, False, fused=True), heads, sizes, dtype, state_dtype, change=change, **OPTIONS[n % len(OPTIONS)])
+    for n, (rows, heads, sizes, state_dtype, change) in enumerate(cases):
+        path = Path(rows, 0, False, fused=True)
+        paged(backend, n, path, heads, sizes, BF16, state_dtype, change=change, **OPTIONS[n % len(OPTIONS)])
     path = Path(32, 0, False, fused=True)
     plain(backend, "one launch, few tokens", path, [1, 16, 0, 9], (1, 1, 2), (128, 128), BF16, gate="raw", logit=True)
     plain(backend, "one launch, no states", path, [70, 0, 1], (1, 1, 1), (128, 128), BF16, states=False)

@@ -813,6 +813,7 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
   GDN_REQUIRE(checkpoint_every == 0 || p.checkpoints.data == nullptr || page_indices.has_value() || checkpoint_starts.has_value())
       << "checkpoints need their starts";
   (fused ? p.fused_rows : p.sm90_rows) = narrow(rows, "rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half;
+  GDN_REQUIRE(!fused || (p.dtype == DType::bf16 && K == 128)) << "one launch serves bfloat16 and K = 128";
   GDN_REQUIRE(!fused || (rows >= 16 && rows % 16 == 0 && V % rows == 0)) << "rows must be a multiple of 16 that divides V, got " << rows;
   if (N == 0 || Ho == 0) return;
   guarded([&] {

@@ -239,31 +239,22 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   if (p.zero_rest) zero_rest(p);  // last: it reads before it knows whether there is anything to do
 }
 
-template <class T, int K>
-void launch(const PrefillParams& p, cudaStream_t stream) {
+}  // namespace
+
+// bf16 and K = 128, since only there is it chosen; bindings.cu refuses the others.
+void launch_fused(const PrefillParams& p, cudaStream_t stream) {
+  constexpr auto kernel = fused<__nv_bfloat16, 128>;
+  constexpr int kBytes = Shared<128>::bytes;
   static bool allowed[64] = {};  // by device
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   if (device >= 64 || !allowed[device]) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(fused<T, K>), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               Shared<K>::bytes),
-          "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "cudaFuncSetAttribute");
     if (device < 64) allowed[device] = true;
   }
   const int64_t grid = int64_t(p.num_seqs) * p.heads * (p.head_size_v / p.fused_rows);
-  GDN_LAUNCH((fused<T, K>), unsigned(grid), kThreads, Shared<K>::bytes, stream, p, p.fused_rows);
+  GDN_LAUNCH(kernel, unsigned(grid), kThreads, kBytes, stream, p, p.fused_rows);
   check(cudaGetLastError(), "prefill in one launch");
-}
-
-template <class T>
-void launch(const PrefillParams& p, cudaStream_t stream) {
-  p.head_size_k == 128 ? launch<T, 128>(p, stream) : launch<T, 64>(p, stream);
-}
-
-}  // namespace
-
-void launch_fused(const PrefillParams& p, cudaStream_t stream) {
-  p.dtype == DType::bf16 ? launch<__nv_bfloat16>(p, stream) : launch<__half>(p, stream);
 }
 
 }  // namespace gdn

@@ -248,14 +248,19 @@ def run_paged(q, k, v, inputs, lengths, prefixes, pool, pages, page_size):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("one_launch", (False, True), ids=("two", "one"))
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-@pytest.mark.parametrize("K, V, heads", ((128, 128, (1, 1, 2)), (64, 64, (2, 1, 1)), (64, 128, (1, 1, 1))))
+@pytest.mark.parametrize(
+    "K, V, heads, one_launch",
+    (
+        (128, 128, (1, 1, 2), False), (64, 64, (2, 1, 1), False), (64, 128, (1, 1, 1), False), (128, 128, (1, 1, 2), True),
+        (128, 64, (2, 1, 1), True),
+    ),
+)  # fmt: skip
 def test_prefill_paged(plan, launches, K, V, heads, state_dtype, one_launch):
     """Ragged, unaligned prefixes, pages crossed, every gate in turn; bits alike however the work is split."""
     number = 3 * STATE_DTYPES.index(state_dtype) + (K, V).index(V)
     torch.manual_seed(number)
-    option, dtype = GATES[number % 4], (BF16, F16)[number // 4 % 2]
+    option, dtype = GATES[number % 4], BF16 if one_launch else (BF16, F16)[number // 4 % 2]
     lengths, prefixes, page_size = [100, 0, 64, 5], [70, 9, 0, 60], 64
     q, k, v, inputs = prefill_inputs(sum(lengths), heads, K, V, dtype, option)
     pages, Ho = [[7, 3, 12], [1], [5], [9, 2]], max(heads[0], heads[2])
@@ -296,8 +301,7 @@ def test_prefill_restart_from_a_page_gives_the_same_bits(launches):
     assert torch.equal(bits(part), bits(whole[128:])) and torch.equal(bits(pool), bits(after))
 
 
-@TWO_OR_ONE
-@pytest.mark.parametrize("dtype", (BF16, F16))
+@pytest.mark.parametrize("launches, dtype", ((None, BF16), (None, F16), (64, BF16)), indirect=["launches"])
 def test_prefill_gates_that_have_no_logarithm(launches, dtype):
     """Zeros, denormals and values above one; the state that a zero forgets must be gone."""
     torch.manual_seed(0)
@@ -319,7 +323,7 @@ def test_prefill_gates_that_have_no_logarithm(launches, dtype):
 def test_prefill_rest_of_the_tokens(launches):
     """Tokens outside the sequences, NaN here: zero rows in an output of the call's own, untouched rows in one given."""
     torch.manual_seed(0)
-    q, k, v, inputs = prefill_inputs(90, (1, 1, 1), 64, 64, BF16, {})
+    q, k, v, inputs = prefill_inputs(90, (1, 1, 1), 128, 64, BF16, {})
     for x in (q, k, v, inputs["g"], inputs["beta"]):
         x[:3], x[80:] = float("nan"), float("nan")
     cu = torch.tensor([3, 3, 80])
@@ -356,6 +360,14 @@ def test_prefill_in_one_launch_of_few_tokens(launches, lengths, views):
         assert relative(output, o) < OUTPUT_LIMIT[BF16]
         for i, each in enumerate(states):
             assert relative(final[i], each[-1]) < OUTPUT_LIMIT[BF16] if lengths[i] else torch.equal(final[i], initial[i])
+
+
+def test_one_launch_refuses_what_it_does_not_serve(launches):
+    launches(64)
+    for K, dtype in ((64, BF16), (128, F16)):
+        q, k, v, inputs = prefill_inputs(9, (1, 1, 1), K, 64, dtype, {})
+        with pytest.raises(ValueError, match="one launch serves bfloat16 and K = 128"):
+            gdn_multi.chunk_gated_delta_rule(q, k, v, **inputs, cu_seqlens=torch.tensor([0, 9]), backend="cuda")
 
 
 @pytest.mark.parametrize("alike, strength", ((0.8, 1.9), (1.0, 1.5)))
