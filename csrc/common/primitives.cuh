@@ -75,22 +75,6 @@ __device__ __forceinline__ uint32_t transpose_tile(uint32_t x) {
   return y;
 }
 
-// --- registers ---------------------------------------------------------------------------------------------------------
-// What the compiler then knows nothing of: it neither reads it earlier nor keeps what was made of it.
-
-template <int N>
-__device__ __forceinline__ void pin(float (&d)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
-}
-template <int N>
-__device__ __forceinline__ void pin(uint32_t (&a)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
-}
-
 // --- products: d += a b ------------------------------------------------------------------------------------------------
 // d [16, 8] float32: lane 4 g + p holds (g, 2p), (g, 2p + 1), (g + 8, 2p), (g + 8, 2p + 1).
 // a [16, 16]: tiles (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).

@@ -210,6 +210,19 @@ template <int N>
 __device__ __forceinline__ void multiply_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[n][i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // Where b is. `leading` and `stride` are byte distances; what they lie between depends on the layout:
 //   plain layout, b^T with rows of 16 (K-major): 8x8 tiles of 128 contiguous bytes, row by row; leading from a tile to the
 //     next 8 of k, stride to the next 8 columns of b

@@ -65,20 +65,8 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
       }
     }
   }
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float before = __shfl_up_sync(0xffffffffu, sum[i], offset);
-      if (lane >= offset) sum[i] += before;
-    }
-  // alpha = 0 is rare: the tokens up to each are counted by votes.
-  const uint32_t low = __ballot_sync(0xffffffffu, zeros[0] != 0), high = __ballot_sync(0xffffffffu, zeros[1] != 0);
-  const uint32_t mask = 0xffffffffu >> (31 - lane);
-  zeros[0] = __popc(low & mask), zeros[1] = __popc(low) + __popc(high & mask);
-  sum[1] += __shfl_sync(0xffffffffu, sum[0], 31);
+  const int zeros_last = add_up_gates(sum, zeros, lane);
   const float last = __shfl_sync(0xffffffffu, sum[1], 31);
-  const int zeros_last = __popc(low) + __popc(high);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int t = lane + 32 * i;

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   prefetch_rows(p.q, p.q_stride, h / p.q_group, 2 * K);
   const Sequence sequence = get_sequence(p, index);
   if (sequence.chunks == 0 && !p.copy_empty) {
-    if (p.zero_rest) zero_rest(p);
+    if (p.zero_rest) zero_rest(p, p.head_size_v);
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp % 4;
@@ -158,12 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
   GateBits bits;
   if (warp <= 1) load_raw_gate(bits, p, h);
   float s[K / 8][4];
-#pragma unroll
-  for (int n = 0; n < K / 8; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
-  if (computes && p.initial.data != nullptr && sequence.read >= 0)
-    load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
+  begin_state(s, p, sequence, computes, h, v0);
 
   auto *lower = reinterpret_cast<float*>(shared + S::lower), *inverses = reinterpret_cast<float*>(shared + S::inverses);
   auto& gates = *reinterpret_cast<Gates*>(shared + S::gates);
@@ -236,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) fused(const __grid_constant__ Pre
     }
     if (computes) leave_states(s, p, sequence, c, c >= chunks, h, v0);
   } while (c < chunks);
-  if (p.zero_rest) zero_rest(p);  // last: it reads before it knows whether there is anything to do
+  if (p.zero_rest) zero_rest(p, p.head_size_v);  // last: it reads before it knows whether there is anything to do
 }
 
 }  // namespace

@@ -74,30 +74,11 @@ __device__ __forceinline__ void copy_chunk(uint8_t* stage, const PrefillParams& 
   }
 }
 
-// O^T of one warp to memory: tiles are turned, so that a lane has two V columns of one token.
-template <class T>
-__device__ __forceinline__ void store_output(const PrefillParams& p, const float (&o)[8][4], const Place& at, int h, int v0, int lane) {
-  auto* output = static_cast<uint16_t*>(p.output) + h * p.output_stride.head + v0 + lane % 4 * 2;
-#pragma unroll
-  for (int n = 0; n < 8; n++) {
-    const uint32_t low = transpose_tile(Pair<T>::pack(o[n][0], o[n][1])), high = transpose_tile(Pair<T>::pack(o[n][2], o[n][3]));
-    const int t = 8 * n + lane / 4;
-    if (t < at.from || t >= at.to) continue;
-    uint16_t* to = output + (at.token + t) * p.output_stride.token;
-    if (p.output_paired) {
-      *reinterpret_cast<uint32_t*>(to) = low;
-      *reinterpret_cast<uint32_t*>(to + 8) = high;
-    } else {
-      to[0] = uint16_t(low), to[1] = uint16_t(low >> 16), to[8] = uint16_t(high), to[9] = uint16_t(high >> 16);
-    }
-  }
-}
-
 // Grid: sequence, head of the pass, share of its V rows, the last fastest.
 template <class T, int K>
 __global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ PrefillParams p, const __grid_constant__ PrefillPlan plan) {
   GDN_SHARED(shared);
-  if (p.zero_rest && plan.first_head == 0) zero_rest(p);
+  if (p.zero_rest && plan.first_head == 0) zero_rest(p, p.head_size_v);
   const int shares = p.head_size_v / plan.rows;
   const int share = blockIdx.x % shares, h = plan.first_head + blockIdx.x / shares % plan.heads;
   const int index = blockIdx.x / shares / plan.heads;
@@ -118,12 +99,7 @@ __global__ void __launch_bounds__(256, 1) recurrence(const __grid_constant__ Pre
 
   if (plan.stages == 2) fetch(0);
   float s[K / 8][4];
-#pragma unroll
-  for (int n = 0; n < K / 8; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
-  if (computes && p.initial.data != nullptr && sequence.read >= 0)
-    load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
+  begin_state(s, p, sequence, computes, h, v0);
 
   int64_t c = 0;
   do {

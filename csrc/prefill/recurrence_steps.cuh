@@ -11,16 +11,15 @@ struct Place {
   int from, to;
 };
 
-// Rows of output that belong to no sequence, dealt out to all CTAs.
-__device__ __forceinline__ void zero_rest(const PrefillParams& p) {
-  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
-  const int64_t rest = begin + p.num_tokens - end;
-  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
-    const int64_t token = i < begin ? i : end + i - begin;
-    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
-    for (int j = threadIdx.x; j < p.heads * p.head_size_v; j += blockDim.x)
-      row[j / p.head_size_v * p.output_stride.head + j % p.head_size_v] = 0;
-  }
+// The state that a sequence starts from, of a warp's V rows v0 on; zero where there is none, or the warp does not compute.
+template <int N>
+__device__ __forceinline__ void begin_state(float (&s)[N][4], const PrefillParams& p, const Sequence& sequence, bool computes, int h, int v0) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+  if (computes && p.initial.data != nullptr && sequence.read >= 0)
+    load_states(s, p.initial, sequence.read * p.initial.row + h * p.initial.head + v0 * p.initial.v);
 }
 
 // One chunk of one warp: 16 V rows, and the first TILES * 8 tokens; what others there were would change nothing. First X^T and S Q^T, which want

@@ -1,4 +1,4 @@
-// Where a chunk's tokens are: sequences, prefixes and slots (workspace.h).
+// Where a chunk's tokens are: sequences, prefixes and slots (workspace.h); and what every path does with tokens of no sequence and with gates.
 #pragma once
 #include "../common/primitives.cuh"
 #include "../common/rows.cuh"
@@ -54,6 +54,35 @@ __device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slo
     high = high < low + step ? high : low + step;
   }
   return first_slot(low) <= slot ? low : -1;
+}
+
+// Rows of output that belong to no sequence, dealt out to all CTAs.
+__device__ __forceinline__ void zero_rest(const PrefillParams& p, int head_size) {
+  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
+  const int64_t rest = begin + p.num_tokens - end;
+  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
+    const int64_t token = i < begin ? i : end + i - begin;
+    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
+    for (int j = threadIdx.x; j < p.heads * head_size; j += blockDim.x) row[j / head_size * p.output_stride.head + j % head_size] = 0;
+  }
+}
+
+// From each token's log2(alpha), and whether alpha is 0, to their sums from the chunk's start to the token; returns the number of zeros. A warp,
+// lane l for tokens l and l + 32.
+__device__ __forceinline__ int add_up_gates(float (&sum)[2], int (&zeros)[2], int lane) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float before = __shfl_up_sync(0xffffffffu, sum[i], offset);
+      if (lane >= offset) sum[i] += before;
+    }
+  // alpha = 0 is rare: the tokens up to each are counted by votes.
+  const uint32_t low = __ballot_sync(0xffffffffu, zeros[0] != 0), high = __ballot_sync(0xffffffffu, zeros[1] != 0);
+  const uint32_t mask = 0xffffffffu >> (31 - lane);
+  zeros[0] = __popc(low & mask), zeros[1] = __popc(low) + __popc(high & mask);
+  sum[1] += __shfl_sync(0xffffffffu, sum[0], 31);
+  return __popc(low) + __popc(high);
 }
 
 }  // namespace gdn

@@ -765,17 +765,6 @@ __device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* v_t
   }
 }
 
-// Rows of output that belong to no sequence, dealt out to all CTAs.
-__device__ __forceinline__ void zero_rest(const PrefillParams& p) {
-  const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);
-  const int64_t rest = begin + p.num_tokens - end;
-  for (int64_t i = blockIdx.x; i < rest; i += gridDim.x) {
-    const int64_t token = i < begin ? i : end + i - begin;
-    auto* row = static_cast<uint16_t*>(p.output) + token * p.output_stride.token;
-    for (int j = threadIdx.x; j < p.heads * kHead; j += blockDim.x) row[j / kHead * p.output_stride.head + j % kHead] = 0;
-  }
-}
-
 __device__ __forceinline__ States segment_states(const Plan& plan) {
   return {plan.states, 0, 0, kHead, DType::f32, true};
 }
@@ -950,7 +939,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
   }
   fence_async_proxy();
-  if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p);
+  if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p, kHead);
   __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();

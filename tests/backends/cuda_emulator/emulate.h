@@ -136,8 +136,6 @@ inline void prefetch_line(const void* from) {
   (void)seen;
 }
 inline void copy_async(void* to, const void* from, bool valid) { emu::copy(to, from, valid); }
-template <class X>
-inline void pin(X&) {}
 inline void copy_word(void* to, const void* from) { emu::copy(to, from, true, 4); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int N>

@@ -173,6 +173,8 @@ inline void multiply_fence() {}
 inline void multiply_commit() {}
 template <int N>
 inline void multiply_wait() {}
+template <class X>
+inline void pin(X&) {}
 
 enum class Layout : uint32_t { plain = 0, swizzled = 1 };
 
