@@ -258,6 +258,7 @@ STATE_LIMIT = {F32: 0, BF16: 2.5e-3, F16: 4e-4, torch.float8_e4m3fn: 3.5e-2, tor
 LENGTHS, PREFIXES = [300, 1, 0, 64, 130, 1000], [70, 64, 5, 0, 61, 128]
 PATHS = [Path(rows, segment, half) for segment in (0, 2, 4) for rows in (128, 64) for half in (False, True)]
 PATHS += [Path(rows, 0, False, fused=True) for rows in (128, 64, 32, 16)]
+PATHS += [Path(rows, 0, False, pairs=True) for rows in (128, 64)]
 
 
 def calls(backend) -> None:
@@ -271,7 +272,7 @@ def calls(backend) -> None:
         for m, option in enumerate(options):
             heads = ((1, 1, 4), (4, 2, 2), (2, 2, 2), (2, 1, 4))[(n + m) % 4]
             ho = max(heads[0], heads[2])
-            dtype = BF16 if path.half or path.fused or (n + m) % 2 else F16
+            dtype = BF16 if path.half or path.fused or path.pairs or (n + m) % 2 else F16
             state_dtype = list(STATE_LIMIT)[(n + 2 * m) % 5]
             every, margin = 64 * (1 + m % 3), (3, 70)
             inputs = draw(lengths, heads, dtype, margin=margin, seed=n * 10 + m, **option)
@@ -350,7 +351,8 @@ def large(backend) -> None:
         want = make(lengths, heads, slow, initial_state=initial, final_state=torch.empty_like(initial), final_state_is_new=True)
         plain.prefill(want)
         first = None
-        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True), Path(64, 0, False, fused=True)):
+        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True), Path(64, 0, False, fused=True),
+                     Path(128, 0, False, pairs=True), Path(64, 0, False, pairs=True)):
             backend.forced_path = path
             final = torch.full_like(initial, float("nan"))
             for _ in range(2):
@@ -376,15 +378,17 @@ def accuracy(backend) -> None:
             inputs = draw([8192], (2, 2, 8), dtype, low=low, seed=1, norm=False)
             initial = 0.25 * torch.randn(1, 8, 128, 128, device=DEVICE)
             final, cells, wanted = torch.empty_like(initial), [], None
-            for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True), Path(64, 0, False, fused=True)):
-                if (path.half or path.fused) and dtype == F16:
+            for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True), Path(64, 0, False, fused=True),
+                         Path(128, 0, False, pairs=True)):
+                if (path.half or path.fused or path.pairs) and dtype == F16:
                     continue
                 backend.forced_path = path
                 request = make([8192], (2, 2, 8), inputs, initial_state=initial, final_state=final, final_state_is_new=True)
                 backend.prefill(request)
                 wanted = wanted or truth(request, initial)
                 errors = relative(request.output, wanted[0]), relative(final[0], wanted[1][0][-1])
-                kind = "one launch" if path.fused else f"{path.rows},{path.segment}{'h' if path.half else ''}"
+                way = f"{path.rows},{path.segment}{'h' if path.half else ''}"
+                kind = "one launch" if path.fused else "pairs" if path.pairs else way
                 cells.append(f"{kind}: {errors[0]:.2e} {errors[1]:.2e}")
             gates = "of a model" if low is None else f">= {low}"
             print(f"  {SHORT[dtype]:4} alpha {gates:10} " + " | ".join(cells), flush=True)

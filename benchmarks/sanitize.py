@@ -2,7 +2,7 @@
 
     for tool in memcheck synccheck; do
         compute-sanitizer --tool $tool --error-exitcode 9 python benchmarks/sanitize.py || break
-    done                                   # [--only decode,slots,portable,fused,sm90]
+    done                                   # [--only decode,slots,portable,fused,sm90,pairs]
     python benchmarks/sanitize.py --each-lane --build-only
     compute-sanitizer --tool racecheck --num-cuda-barriers 32 --error-exitcode 9 python benchmarks/sanitize.py --each-lane
 
@@ -207,6 +207,17 @@ def sm90(backend, sms: int) -> int:
     return number + 4
 
 
+def pairs(backend, sms: int) -> int:
+    """All in one launch, pairs of CTAs."""
+    path, heads = Path(64, 0, False, pairs=True), ((1, 1, 4), (1, 1, 3), (2, 2, 2), (2, 1, 1))
+    for n, (state_dtype, change) in enumerate(((F32, None), (BF16, states_padded), (E4M3, None), (F32, tokens_shifted))):
+        options = OPTIONS[n % len(OPTIONS)]
+        paged(backend, n, path, heads[n], (128, 128), BF16, state_dtype, [340, 1, 0, 64], [20, 64, 5, 0], change, **options)
+    plain(backend, "pairs, one state a sequence", path, [450, 0, 1], (1, 1, 2), (128, 128), BF16, **OPTIONS[3])
+    plain(backend, "pairs, no states", path, [150, 0, 64], (1, 1, 1), (128, 128), BF16, states=False)
+    return 6
+
+
 # --- decode --------------------------------------------------------------------------------------
 
 
@@ -307,7 +318,7 @@ def slots(backend, sms: int) -> int:
 
 
 def main() -> int:
-    groups = {"decode": decode, "slots": slots, "portable": portable, "fused": fused, "sm90": sm90}
+    groups = {"decode": decode, "slots": slots, "portable": portable, "fused": fused, "sm90": sm90, "pairs": pairs}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help="groups, by commas (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

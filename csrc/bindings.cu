@@ -745,7 +745,7 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
              MaybeTensor checkpoints, MaybeTensor checkpoint_starts, MaybeTensor checkpoint_rows, MaybeTensor prefix_lens,
              MaybeTensor page_indices, MaybeTensor page_indptr, MaybeTensor last_page_len, TensorView output, double scale,
              int64_t gate, bool beta_is_logit, bool l2norm, bool copy_empty, bool zero_rest, int64_t checkpoint_every,
-             int64_t page_size, int64_t rows, int64_t sm90_segment, bool sm90_half, bool fused, MaybeTensor scratch) {
+             int64_t page_size, int64_t rows, int64_t sm90_segment, bool sm90_half, bool fused, bool pairs, MaybeTensor scratch) {
   const Call call(q, "q");
   call.dims(q, "q", 3);
   call.dims(k, "k", 3);
@@ -812,7 +812,7 @@ void prefill(TensorView q, TensorView k, TensorView v, MaybeTensor g, MaybeTenso
   }
   GDN_REQUIRE(checkpoint_every == 0 || p.checkpoints.data == nullptr || page_indices.has_value() || checkpoint_starts.has_value())
       << "checkpoints need their starts";
-  (fused ? p.fused_rows : p.sm90_rows) = narrow(rows, "rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half;
+  (fused ? p.fused_rows : p.sm90_rows) = narrow(rows, "rows"), p.sm90_segment = narrow(sm90_segment, "sm90_segment"), p.sm90_half = sm90_half, p.sm90_pairs = pairs;
   GDN_REQUIRE(!fused || (p.dtype == DType::bf16 && K == 128)) << "one launch serves bfloat16 and K = 128";
   GDN_REQUIRE(!fused || (rows >= 16 && rows % 16 == 0 && V % rows == 0)) << "rows must be a multiple of 16 that divides V, got " << rows;
   if (N == 0 || Ho == 0) return;

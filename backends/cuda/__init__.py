@@ -208,6 +208,8 @@ class CudaBackend(Backend):
             return f"{arch} portable path".strip()
         if path.fused:
             return f"{arch} one launch, {path.rows} V rows a CTA".strip()
+        if path.pairs:
+            return f"{arch} wgmma path, one launch, a pair of CTAs a head"
         split = f", sequences split every {path.segment} chunks" if path.segment else ""
         operands = ", fp16 operands" if path.half else ""
         return f"{arch} wgmma path, {path.rows} V rows a CTA{split}{operands}"

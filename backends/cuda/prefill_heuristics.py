@@ -1,8 +1,9 @@
 """Which path a prefill takes, from shapes alone: no value on the device is read, so a captured call stays right.
 
 On sm_90a at K = V = 128 there are three (csrc/prefill/sm90_launch.cu): whole heads, V rows split over two CTAs, and either
-of them with the sequence split into segments; and where no sequence has more than 64 tokens, all in one launch
-(csrc/prefill/fused.cu). Everything else takes the portable path.
+of them with the sequence split into segments; and two in one launch, for few short sequences: a pair of CTAs a head
+(csrc/prefill/sm90_pairs.cu), and where no sequence has more than 64 tokens, csrc/prefill/fused.cu. Everything else takes the
+portable path.
 
 The choice is the path of the least estimated time. A kernel's CTAs stay on their multiprocessors and take units of work (a
 sequence's or segment's head, or half of one) as they become free, so its time is that of the fullest multiprocessor; a chunk
@@ -13,7 +14,7 @@ The constants are fitted to `python benchmarks/check_sm90.py --release --only ti
 on an H200. Of their points, up to 200,000 tokens, the choice is within 5% of the best path in 123 of 132 where the longest sequence
 is known, in 114 of 128 where it is not (in four more it is a path that was not measured there); 0.9 and 1.6% in the mean. At worst
 it takes 23% more and 31%. They were measured before chunks that are cut short became cheaper. What one launch takes is fitted to one
-to 32 sequences of 1 to 64 tokens with 8 and 64 heads.
+to 32 sequences of 1 to 1024 tokens with 8 to 64 heads.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ SPLIT, SCAN = 12.7, 2.06
 #: one after the other: up to 16 tokens, and what 64 take more.
 ONE_LAUNCH, LAUNCH = 64, 3.2
 FUSED = {128: (10.6, 3.4), 64: (9.0, 2.9), 32: (7.2, 2.4)}
+#: And how much longer either is when all multiprocessors are busy.
+FUSED_BUSY = (0.8, 2.2)
+#: Pairs of CTAs, all at once: what is no chunk, and a chunk of the longest sequence; how much more when all multiprocessors are
+#: busy, and where q and k are normalised.
+PAIRS, PAIRS_BUSY, PAIRS_NORM = (10.7, 1.85), (2.2, 0.2), (0.3, 0.58)
+#: What they add to the other launch, and to the paths of several.
+FUSED_NORM, NORM = 0.9, 2.0
 #: A split path must be estimated faster by this factor.
 DOUBT = 1.015
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
@@ -63,6 +71,7 @@ class Path(NamedTuple):
     segment: int  #: chunks a segment; 0: sequences are not split
     half: bool  #: operands of products in fp16 although the inputs are bf16: three more bits (GDN_MULTI_PRECISE)
     fused: bool = False  #: the portable path in one launch, for short sequences; ``rows`` may be any multiple of 16 that divides V
+    pairs: bool = False  #: all in one kernel for sm_90a (csrc/prefill/sm90_pairs.cu), where tensors are ones that its copy engine can take
 
 
 PORTABLE = Path(0, 0, False)
@@ -85,27 +94,41 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     # One launch: its bits are not those of the other paths, and whether it serves a sequence depends on the others of a call.
     # With fp16 operands it has no range beyond theirs for states.
     if not must_split and not half and not request.batch_invariant and request.q.dtype == torch.bfloat16:
-        fused = fused_rows(request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors)
-        if fused:
-            return Path(fused, 0, False, fused=True)
+        shape = request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors
+        return one_launch(*shape, request.use_qk_l2norm, may_split) or Path(rows, segment, half)
     return Path(rows, segment, half)
 
 
 @functools.lru_cache(maxsize=4096)
-def fused_rows(tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int) -> int:
-    """V rows a CTA if all in one launch is estimated the fastest, or 0."""
+def one_launch(
+    tokens: int, seqs: int, heads: int, longest: int, multiprocessors: int, l2norm: bool = False, may_split: bool = True
+) -> Path | None:
+    """The path in one launch that is estimated the fastest, if it is faster than all others."""
     longest = min(longest, tokens)
-    if longest > ONE_LAUNCH:
-        return 0
-    times = {rows: _fused_time(seqs * heads * (HEAD // rows), longest, multiprocessors, rows) for rows in FUSED}
-    rows = min(times, key=lambda rows: times[rows])
-    other = estimate(tokens, seqs, heads, longest, multiprocessors, *fastest(tokens, seqs, heads, longest, multiprocessors, False))
-    return rows if times[rows] < other else 0
+    times: dict[Path, float] = {}
+    if longest <= ONE_LAUNCH:
+        for rows in FUSED:
+            times[Path(rows, 0, False, fused=True)] = _fused_time(seqs * heads * (HEAD // rows), longest, multiprocessors, rows, l2norm)
+    if 2 * seqs * heads <= multiprocessors:
+        times[Path(HEAD // 2, 0, False, pairs=True)] = _pairs_time(seqs * heads, longest, multiprocessors, l2norm)
+    if not times:
+        return None
+    best = min(times, key=lambda path: times[path])
+    shape = tokens, seqs, heads, longest, multiprocessors
+    # Normalised q and k cost the other paths tiles of these.
+    return best if times[best] < estimate(*shape, *fastest(*shape, may_split)) + NORM * l2norm else None
 
 
-def _fused_time(units: int, longest: int, multiprocessors: int, rows: int) -> float:
+def _fused_time(units: int, longest: int, multiprocessors: int, rows: int, l2norm: bool) -> float:
     few, more = FUSED[rows]
-    return LAUNCH + -(-units // multiprocessors) * (few + (more if longest > 16 else 0.0))
+    busy = FUSED_BUSY[longest > 16] * min(1.0, units / multiprocessors)
+    return LAUNCH + -(-units // multiprocessors) * (few + (more if longest > 16 else 0.0)) + busy + FUSED_NORM * l2norm
+
+
+def _pairs_time(units: int, longest: int, multiprocessors: int, l2norm: bool) -> float:
+    busy = 2 * units / multiprocessors
+    fixed, chunk = (x + busy * y + l2norm * z for x, y, z in zip(PAIRS, PAIRS_BUSY, PAIRS_NORM))
+    return fixed + -(-max(1, longest) // CHUNK) * chunk
 
 
 @functools.lru_cache(maxsize=4096)

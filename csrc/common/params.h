@@ -88,6 +88,7 @@ struct PrefillParams {
   // a segment (0: sequences are not split), operands in fp16 for bf16 inputs too.
   int32_t sm90_rows, sm90_segment;
   bool sm90_half;
+  bool sm90_pairs;    // in one kernel, where its tensors are ones that the copy engine can take
   int32_t fused_rows;  // not 0: all in one launch (prefill/fused.cu), so many V rows a CTA
   // Scratch of the two stages; see prefill/workspace.h.
   void* workspace;

@@ -97,6 +97,61 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   }
 }
 
+// --- pairs of CTAs ---------------------------------------------------------------------------------------------------------
+// Two CTAs that run at the same time and reach each other's shared memory. What the other has of the same name is at the same address there.
+
+#define GDN_LAUNCH_PAIRS(kernel, grid, block, shared, stream, ...)              \
+  do {                                                                          \
+    cudaLaunchAttribute cluster{};                                              \
+    cluster.id = cudaLaunchAttributeClusterDimension;                           \
+    cluster.val.clusterDim = {2, 1, 1};                                         \
+    cudaLaunchConfig_t config{};                                                \
+    config.gridDim = dim3(grid), config.blockDim = dim3(block);                 \
+    config.dynamicSmemBytes = shared, config.stream = stream;                   \
+    config.attrs = &cluster, config.numAttrs = 1;                               \
+    check(cudaLaunchKernelEx(&config, kernel, __VA_ARGS__), "cudaLaunchKernelEx"); \
+  } while (false)
+
+__device__ __forceinline__ int pair_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+// Both halves of a barrier of all threads of the pair.
+__device__ __forceinline__ void pair_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void pair_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ uint32_t peers(const void* mine) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(pair_rank() ^ 1));
+  return address;
+}
+__device__ __forceinline__ void barrier_arrive_peer(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peers(barrier)) : "memory");
+}
+// barrier_wait for what the other CTA's threads have arrived at.
+__device__ __forceinline__ void barrier_wait_peer(uint64_t* barrier, int parity) {
+  const uint32_t address = shared_address(barrier);
+#ifdef GDN_SM90_DEBUG
+  for (int tries = 0; tries < 1 << 15; tries++) {
+#else
+  for (;;) {
+#endif
+    uint32_t ended;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(ended)
+        : "r"(address), "r"(parity)
+        : "memory");
+    if (ended) return;
+  }
+}
+// From this CTA's shared memory to the other's, whose barrier of that name counts the bytes.
+__device__ __forceinline__ void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(peers(to)),
+               "r"(shared_address(from)), "r"(bytes), "r"(peers(barrier))
+               : "memory");
+}
+
 // --- bulk copies: contiguous, 16-byte aligned, run by the copy engine ------------------------------------------------------
 
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
@@ -114,7 +169,13 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
       "l"(&map), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
       : "memory");
 }
-// The same box into L2.
+// The other way; bulk_stores_commit() behind the last, bulk_store_wait() before `from` may be written again.
+__device__ __forceinline__ void tensor_store(const TensorMap& map, int column, int head, int token, const void* from) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(column), "r"(head),
+               "r"(token), "r"(shared_address(from))
+               : "memory");
+}
+// The box of tensor_copy into L2.
 __device__ __forceinline__ void tensor_prefetch(const TensorMap& map, int column, int head, int token) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(column), "r"(head), "r"(token)
                : "memory");
@@ -126,6 +187,7 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // copy_async of what is read once: it leaves L2 before anything else does.
 __device__ __forceinline__ void copy_once(void* to, const void* from, bool valid) {
@@ -151,9 +213,9 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // --- some of a CTA's threads, all of these and no others --------------------------------------------------------------------
 
-template <int kThreads>
+template <int kThreads, int kBarrier = 1>
 __device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
 // --- warpgroups ----------------------------------------------------------------------------------------------------------

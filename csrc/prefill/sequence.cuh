@@ -56,6 +56,22 @@ __device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slo
   return first_slot(low) <= slot ? low : -1;
 }
 
+// Chunks from a boundary to the next; none is further away than any sequence is long.
+__device__ __forceinline__ int32_t boundary_every(const PrefillParams& p) {
+  const auto interval = uint64_t(p.checkpoint_every) / kChunk;
+  return interval < uint64_t(INT32_MAX) ? int32_t(interval) : INT32_MAX;
+}
+// How many chunks from one of a sequence's on the next boundary is, that chunk included; and the list's entry for it.
+__device__ __forceinline__ void find_boundary(const PrefillParams& p, const Sequence& sequence, int64_t chunk, int& until, int64_t& entry) {
+  const uint32_t every = boundary_every(p);
+  const uint32_t behind = uint32_t(sequence.prefix / kChunk) % every + uint32_t(chunk);  // no division of 64 bits: such take long
+  entry = sequence.starts + behind / every;
+  until = int32_t(every - behind % every);
+}
+__device__ __forceinline__ const Index& checkpoint_rows(const PrefillParams& p) {
+  return p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
+}
+
 // Rows of output that belong to no sequence, dealt out to all CTAs.
 __device__ __forceinline__ void zero_rest(const PrefillParams& p, int head_size) {
   const int64_t begin = load_index(p.cu_seqlens, 0), end = load_index(p.cu_seqlens, p.num_seqs);

@@ -10,12 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "sequence.cuh"
-#include "sm90_workspace.cuh"
-
-#if GDN_SM90
-#include "../common/sm90_primitives.cuh"
-#endif
+#include "sm90_chunk_steps.cuh"
 
 #if GDN_SM90
 namespace gdn {
@@ -27,18 +22,8 @@ constexpr int kHeadsAtMost = kWarps;
 constexpr int kTogether = 5;              // CTAs that a multiprocessor holds at most
 constexpr int kSlotsY = 32768;            // of the grid's y
 constexpr int kBlocks = 6;                // 16x16 blocks of K K^T off the diagonal
-constexpr int kStride = 16 + 4;           // floats, of a diagonal block's rows: fragments and columns fall into different banks
-constexpr int kPitch = 16 * kStride + 4;  // floats, from a diagonal block to the next: the same, for the four that are read at once
 constexpr int kDiagonals = 4 * kPitch;    // floats of a head
 
-struct Gates {
-  float sum[kChunk];     // of log2(alpha), from the chunk's start to here
-  float beta[kChunk];
-  float before[kChunk];  // decay from the end of the 16 tokens before to here
-  float target[kChunk];  // the same times beta
-  float after[kChunk];   // decay from here to the end of these 16
-  int zeros[kChunk];
-};
 struct Rows {
   float k_scale[kChunk], q_scale[kChunk];  // the tiles' rows times these are k and q; only where operands are fp16 for bf16 inputs
   float squares[kChunk];                   // |k|^2
@@ -53,46 +38,8 @@ constexpr int kGates = kProductsEnd > 2 * kTileBytes ? kProductsEnd : 2 * kTileB
 constexpr int kBytes = 1024 + kGates + kHeadsAtMost * int(sizeof(Gates)) + int(sizeof(Rows));
 static_assert(kTogether * (kBytes + 1024) <= 228 << 10, "shared memory of a multiprocessor");
 
-__device__ __forceinline__ int tile_at(int row, int piece) { return piece / 8 * 8192 + row * 128 + ((piece ^ row) & 7) * 16; }
-
 // Where block (j, i) of K K^T, sources by targets, lies; j < i. It is rounded for TF32.
 __host__ __device__ constexpr int keys_block(int j, int i) { return j * (7 - j) / 2 + i - j - 1; }
-
-// --- gates -------------------------------------------------------------------------------------------------------------
-
-// One head's gates, by one warp: lane l takes tokens l and l + 32.
-struct GateBits {
-  uint32_t g[2], beta[2], g_shift, beta_shift;  // as load_bits has them; 32 tokens are a whole number of words
-  Bits A_log, dt_bias;
-};
-
-__device__ __forceinline__ void load_raw_gate(GateBits& x, const PrefillParams& p, int h) {
-  x.A_log = x.dt_bias = Bits{};
-  if (p.gate == Gate::raw) {
-    x.A_log = load_bits(p.A_log, h, p.A_log_dtype);
-    x.dt_bias = load_bits(p.dt_bias, h, p.dt_bias_dtype);
-  }
-}
-
-__device__ __forceinline__ void load_gates(GateBits& x, const PrefillParams& p, int64_t token, int from, int to, int h) {
-  const int lane = threadIdx.x % 32;
-  const auto load = [&](uint32_t(&words)[2], const void* data, const Strides3& stride, DType dtype, bool given) {
-    const int size = dtype == DType::f32 ? 4 : 2;
-    const char* address = static_cast<const char*>(data) + ((token + lane) * stride.token + h * stride.head) * size;
-    const uint32_t odd = uint32_t(reinterpret_cast<uintptr_t>(address)) & 2;
-    address -= odd;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int t = lane + 32 * i;
-      words[i] = given && t >= from && t < to ? *reinterpret_cast<const uint32_t*>(address) : 0;
-      address += 32 * size * stride.token;
-    }
-    return odd * 8;
-  };
-  x.g_shift = load(x.g, p.g, p.g_stride, p.g_dtype, p.gate != Gate::none);
-  x.beta_shift = load(x.beta, p.beta, p.beta_stride, p.beta_dtype, p.beta != nullptr);
-  load_raw_gate(x, p, h);
-}
 
 // The same of four heads at once (Plan::wide_gates), by way of shared memory, where each head's warp finds its bits: a load a token
 // instead of four, each of which would bring 32 bytes for 4.
@@ -125,55 +72,6 @@ __device__ __forceinline__ void find_gates(GateBits& x, const Gates& gates, cons
   load_raw_gate(x, p, h);
 }
 
-__device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates, const GateBits& x, int from, int to) {
-  const int lane = threadIdx.x % 32;
-  float sum[2], beta[2];
-  int zeros[2];
-  const auto both = [](auto&& f) { f(0), f(1); };
-  both([&](int i) { sum[i] = to_float({x.g[i], x.g_shift}, p.g_dtype); });
-  if (p.gate == Gate::linear) {
-    both([&](int i) { sum[i] = log2f(sum[i]); });
-  } else if (p.gate == Gate::log) {
-    both([&](int i) { sum[i] *= kLog2e; });
-  } else if (p.gate == Gate::raw) {
-    const float A_log = to_float(x.A_log, p.A_log_dtype), dt_bias = to_float(x.dt_bias, p.dt_bias_dtype);
-    both([&](int i) { sum[i] = kLog2e * raw_gate(sum[i], A_log, dt_bias); });
-  }
-  both([&](int i) { beta[i] = p.beta != nullptr ? to_float({x.beta[i], x.beta_shift}, p.beta_dtype) : 1.f; });
-  if (p.beta_is_logit && p.beta != nullptr) both([&](int i) { beta[i] = round_to(sigmoid(beta[i]), p.beta_dtype); });
-  both([&](int i) {
-    const int t = lane + 32 * i;
-    const bool valid = t >= from && t < to, zero = sum[i] < -300.f;
-    zeros[i] = valid && zero;
-    sum[i] = valid && !zero ? sum[i] : 0.f;
-    beta[i] = valid ? beta[i] : 0.f;
-  });
-  add_up_gates(sum, zeros, lane);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int t = lane + 32 * i;
-    gates.sum[t] = sum[i], gates.beta[t] = beta[i], gates.zeros[t] = zeros[i];
-  }
-  __syncwarp();
-  // All loads, then all that hangs on them.
-  float from_start[2], to_end[2];
-  bool start_zeros[2], end_zeros[2];
-  both([&](int i) {
-    const int t = lane + 32 * i, end = t | 15, start = t < 16 ? 0 : t / 16 * 16 - 1;
-    from_start[i] = sum[i] - gates.sum[start], start_zeros[i] = gates.zeros[start] != zeros[i];
-    to_end[i] = gates.sum[end] - sum[i], end_zeros[i] = gates.zeros[end] != zeros[i];
-  });
-  both([&](int i) {
-    from_start[i] = exp2_approximate(from_start[i]), to_end[i] = exp2_approximate(to_end[i]);
-    from_start[i] = start_zeros[i] ? 0.f : from_start[i], to_end[i] = end_zeros[i] ? 0.f : to_end[i];
-  });
-  both([&](int i) {
-    const int t = lane + 32 * i;
-    gates.before[t] = from_start[i], gates.target[t] = beta[i] * from_start[i], gates.after[t] = to_end[i];
-  });
-  __syncwarp();
-}
-
 // What the recurrence wants of them, with the scales of the tiles' rows if they are scaled, by a warp.
 template <bool scaled>
 __device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, float scale, bool bound) {
@@ -200,28 +98,11 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
   if (lane == 31) *reinterpret_cast<float2*>(out + kEnd * kChunk) = make_float2(gamma, last - 300.f * zeros_last + log_bound);
 }
 
-// --- tiles -------------------------------------------------------------------------------------------------------------
-
-// A warp has 16 rows of a tile, four lanes a row: this lane row tile_row() and the eighth behind it, pieces lane % 4 + 4 j. Any
-// eight lanes in a row write to all banks of shared memory.
-__device__ __forceinline__ int tile_row() {
-  const int lane = threadIdx.x % 32;
-  return threadIdx.x / 32 * 16 + lane / 8 + (lane & 4);
-}
-
-// Where this lane's piece j of row tile_row() + 8 i lies, from that of piece 0 of row 0.
-struct Place {
-  int even, odd;
-
-  __device__ __forceinline__ Place() : even(tile_at(tile_row(), threadIdx.x % 4)), odd(even ^ 64) {}
-  __device__ __forceinline__ int operator()(int i, int j) const { return (j % 2 == 0 ? even : odd) + (j / 2 * 8192 + i * 1024); }
-};
-
 // This lane's pieces on their way to shared memory. Rows that are no tokens are zeros. `again`: the recurrence may read them too.
 template <bool again>
 __device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, const void* data, int64_t stride, bool aligned, int64_t token,
                                            int from, int to) {
-  const int row = tile_row();
+  const int row = tile_row(threadIdx.x / 32);
   const uint16_t* source = static_cast<const uint16_t*>(data) + (token + row) * stride + threadIdx.x % 4 * 8;
   const bool valid[2] = {row >= from && row < to, row + 8 >= from && row + 8 < to};
   if (aligned) {
@@ -246,216 +127,12 @@ __device__ __forceinline__ void fetch_rows(uint8_t* tile, const Place& place, co
   }
 }
 
-template <class F>
-__device__ __forceinline__ void each_word(uint4& x, F&& f) {
-  f(x.x), f(x.y), f(x.z), f(x.w);
-}
-
-// The same pieces normalised if wanted, and rounded to the inputs' type. fp16 for bf16 has to take any row: what was not normalised is
-// divided by a power of two, which goes to `scales`.
-template <class T, class M>
-__device__ __forceinline__ void normalise_rows(uint8_t* tile, const Place& place, bool l2norm, float* scales) {
-  float scale[2] = {1.f, 1.f};
-  uint4 x[2][4];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) x[i][j] = *reinterpret_cast<const uint4*>(tile + place(i, j));
-  if (l2norm) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float y[8][4], part[4] = {};
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const uint32_t words[4] = {x[i][j].x, x[i][j].y, x[i][j].z, x[i][j].w};
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          const float2 pair = Pair<T>::unpack(words[n]);
-          y[2 * j + n / 2][n % 2 * 2] = pair.x, y[2 * j + n / 2][n % 2 * 2 + 1] = pair.y;
-        }
-      }
-      pin(y);  // or they would be unpacked twice
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int n = 0; n < 4; n++) part[n] = fmaf(y[j][n], y[j][n], part[n]);
-      float sum = (part[0] + part[1]) + (part[2] + part[3]);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      // One step of Newton's on the approximate root: as good as 1 / sqrt in float32.
-      const float root = norm_factor(sum), half = 0.5f * (sum + 1e-6f);
-      const float factor = fmaf(root, fmaf(-half * root, root, 0.5f), root);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const auto word = [&](int n) {
-          const auto& from = y[2 * j + n / 2];
-          const uint32_t rounded = Pair<T>::pack(from[n % 2 * 2] * factor, from[n % 2 * 2 + 1] * factor);
-          if constexpr (std::is_same_v<T, M>) return rounded;
-          const float2 pair = Pair<T>::unpack(rounded);
-          return Pair<M>::pack(pair.x, pair.y);
-        };
-        x[i][j] = make_uint4(word(0), word(1), word(2), word(3));
-      }
-    }
-  } else if constexpr (!std::is_same_v<T, M>) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      // The largest absolute value, in bf16, and a product with a power of two: both exact.
-      __nv_bfloat162 pairs = __float2bfloat162_rn(0.f);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        each_word(x[i][j], [&](uint32_t& word) { pairs = __hmax2(pairs, __habs2(*reinterpret_cast<__nv_bfloat162*>(&word))); });
-      float largest = fmaxf(__low2float(pairs), __high2float(pairs));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      // 2^e of it, where that and its inverse are normal numbers: zeros, infinities and NaN stay as they are.
-      const uint32_t exponent = __float_as_uint(largest) >> 23;
-      float inverse = 1.f;
-      if (exponent > 1 && exponent < 253) scale[i] = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
-      const __nv_bfloat162 by = __float2bfloat162_rn(inverse);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        each_word(x[i][j], [&](uint32_t& word) {
-          __nv_bfloat162 product = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&word), by);
-          const float2 pair = Pair<T>::unpack(*reinterpret_cast<uint32_t*>(&product));
-          word = Pair<M>::pack(pair.x, pair.y);
-        });
-    }
-  }
-  if (l2norm || !std::is_same_v<T, M>)
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) *reinterpret_cast<uint4*>(tile + place(i, j)) = x[i][j];
-  const int row = tile_row();
-  if (threadIdx.x % 4 == 0) scales[row] = scale[0], scales[row + 8] = scale[1];
-}
-
-// --- matrices ------------------------------------------------------------------------------------------------------------
-
-// A 16x16 block as accumulators: [columns 0-7, 8-15][element]; and the same rounded to TF32, as operands of products. The
-// eight k of a product come in the order 0, 2, 4, 6, 1, 3, 5, 7, so that a lane has what it needs.
-using Block = float[2][4];
-struct Left {
-  uint32_t x[2][4];
-};
-struct Right {  // transposed
-  uint32_t x[2][4];
-};
-
-__device__ __forceinline__ Left round_left(const Block& from) {
-  Left to;
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) to.x[h][i] = round_to_tf32(from[h][i / 2 + i % 2 * 2]);
-  return to;
-}
-__device__ __forceinline__ Right round_right(const Block& from) {
-  Right to;
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) to.x[h][i] = round_to_tf32(from[h][i]);
-  return to;
-}
-
-// `triangle`: what b has above its diagonal are zeros.
-template <bool triangle = false>
-__device__ __forceinline__ void multiply(Block& d, const Left& a, const Right& b) {
-#pragma unroll
-  for (int h = 0; h < 2; h++)
-#pragma unroll
-    for (int n = 0; n < (triangle && h == 0 ? 1 : 2); n++) mma_tf32(d[n], a.x[h], b.x[h][2 * n], b.x[h][2 * n + 1]);
-}
-
 __device__ __forceinline__ void load_right(Right& x, const float4* products, int number, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const uint4 y = reinterpret_cast<const uint4*>(products)[(2 * number + h) * 32 + lane];
     x.x[h][0] = y.x, x.x[h][1] = y.y, x.x[h][2] = y.z, x.x[h][3] = y.w;
   }
-}
-
-// Columns times factors, of tokens from `token` on.
-__device__ __forceinline__ void scale_columns(Block& x, const float* factors, int token, int q) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const float2 by = *reinterpret_cast<const float2*>(factors + token + 8 * h + 2 * q);
-#pragma unroll
-    for (int e = 0; e < 2; e++) x[h][2 * e] *= by.x, x[h][2 * e + 1] *= by.y;
-  }
-}
-
-// Block (i, j) of a record's matrix; this lane's words of its four tiles.
-template <class M>
-__device__ __forceinline__ void store_block(char* matrix, int i, int j, const Block& x, int lane) {
-  auto* to = reinterpret_cast<uint32_t*>(matrix + strip_at(j) + (i - j) * 512) + lane;
-#pragma unroll
-  for (int e = 0; e < 2; e++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
-}
-
-// This warp's diagonal block of a head: of L, into shared memory, and of the scores. `keys` and `queries` are those of K K^T and
-// scale Q K^T. Decays from token to token.
-template <class M>
-__device__ __forceinline__ void diagonal_block(char* scores, float* diagonals, const Gates& gates, const Block& keys, const Block& queries,
-                                               int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const bool any_zeros = gates.zeros[kChunk - 1] != 0;  // alpha = 0 is rare
-  float* lower = diagonals + warp * kPitch + g * kStride + 2 * q;
-  Block s = {};
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int row = 16 * warp + g + 8 * e;
-    const float sum = gates.sum[row], beta = gates.beta[row];
-#pragma unroll
-    for (int h = 0; h <= e; h++) {
-      const int column = 16 * warp + 8 * h + 2 * q;
-      const float2 sums = *reinterpret_cast<const float2*>(&gates.sum[column]);
-      float decay[2] = {exp2_approximate(sum - sums.x), exp2_approximate(sum - sums.y)};
-      if (any_zeros) {
-#pragma unroll
-        for (int f = 0; f < 2; f++) decay[f] = gates.zeros[row] == gates.zeros[column + f] ? decay[f] : 0.f;
-      }
-      // What L is on and above the diagonal is not read.
-      *reinterpret_cast<float2*>(lower + 8 * e * kStride + 8 * h) =
-          make_float2(beta * keys[h][2 * e] * decay[0], beta * keys[h][2 * e + 1] * decay[1]);
-      // Above the diagonal a decay means nothing and may be infinite: selected away.
-#pragma unroll
-      for (int f = 0; f < 2; f++) s[h][2 * e + f] = h < e || 2 * q + f <= g ? queries[h][2 * e + f] * decay[f] : 0.f;
-    }
-  }
-  store_block<M>(scores, warp, warp, s, lane);
-}
-
-// Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens, from
-// there to the start of the target's, and from there to the target. The one between, of the 16 tokens of block j:
-__device__ __forceinline__ float across(const Gates& gates, int j) { return j == 1 ? gates.before[31] : j == 2 ? gates.before[47] : 1.f; }
-
-// This warp's row of scores of a head, left of the diagonal.
-template <class M>
-__device__ __forceinline__ void scores_row(char* scores, const Gates& gates, const float (&queries)[8][4], int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  float by[2] = {gates.before[16 * warp + g], gates.before[16 * warp + g + 8]};
-#pragma unroll
-  for (int j = 2; j >= 0; j--)
-    if (j < warp) {
-      Block s;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float2 after = *reinterpret_cast<const float2*>(&gates.after[16 * j + 8 * h + 2 * q]);
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          s[h][2 * e] = queries[2 * j + h][2 * e] * (by[e] * after.x);
-          s[h][2 * e + 1] = queries[2 * j + h][2 * e + 1] * (by[e] * after.y);
-        }
-      }
-      store_block<M>(scores, warp, j, s, lane);
-      const float next = across(gates, j);
-      by[0] *= next, by[1] *= next;
-    }
 }
 
 // Columns `column` and `column` + 8 of the inverse of I + L, a 16x16 block, by substitution. In 8x8 blocks, [A 0, C B]: the
@@ -642,7 +319,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
 
   // The tiles by the copy engine if all rows are tokens of the sequence, or else a box would bring neighbours' among them.
   const bool boxes = plan.mapped && from == 0 && to == kChunk;
-  const Place place;
+  const Place place(warp);
   const auto bring_boxes = [&] {
     wait_until(begin, turn);
     barrier_arrive_expect(&rows.landed, 2 * kTileBytes);
@@ -674,7 +351,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
   if (!boxes || p.l2norm || !same) {
 #pragma unroll 1
     for (int i = 0; i < 2; i++)
-      normalise_rows<T, M>(shared + i * kTileBytes, place, p.l2norm, i == 0 ? rows.k_scale : rows.q_scale);
+      normalise_rows<T, M>(shared + i * kTileBytes, place, warp, p.l2norm, i == 0 ? rows.k_scale : rows.q_scale);
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -746,8 +423,15 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
       rows.squares[16 * warp + g + 8] = g % 2 == 0 ? keys[1][2] : keys[1][3];
     }
 #pragma unroll 1
-    for (int h = 0; h < plan.heads_a_block; h++)
-      diagonal_block<M>(plan.record(slot, first_head + h) + kScoresAt, diagonals + h * kDiagonals, gates[h], keys, queries, warp);
+    for (int h = 0; h < plan.heads_a_block; h++) {
+      float* lower = lower_place(diagonals + h * kDiagonals, warp);
+      Block scores = {};
+      each_decay(gates[h], warp, [&](int e, int half, float beta, const float(&decay)[2]) {
+        put_lower(lower, keys, e, half, beta, decay);
+        set_scores(scores, queries, e, half, decay);
+      });
+      store_block<M>(plan.record(slot, first_head + h) + kScoresAt, warp, warp, scores, lane);
+    }
   }
   __syncthreads();  // blocks of L and of K K^T are there
   // Warps with fewer blocks of scores write gates.
@@ -756,7 +440,8 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
     char* record = plan.record(slot, first_head + h);
     if (warp == (h == 0 ? 0 : h - 1))
       write_gates<!same>(reinterpret_cast<float*>(record + kGatesAt), gates[h], rows, p.scale, plan.path.segment > 0);
-    scores_row<M>(record + kScoresAt, gates[h], qk, warp);
+    float by[2] = {gates[h].before[16 * warp + g], gates[h].before[16 * warp + g + 8]};
+    each_left_block([&](int j, const Block& x) { store_block<M>(record + kScoresAt, warp, j, x, lane); }, gates[h], qk, by, warp);
   }
   if (warp < plan.heads_a_block) make_coupling<M>(plan.record(slot, first_head + warp), gates[warp], products, diagonals + warp * kDiagonals);
 }

@@ -22,10 +22,10 @@
 namespace gdn {
 namespace {
 
-// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses, or
-// knows no tensor maps. Its function is looked up through the runtime: nothing here links the driver's library.
-bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
-  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
+
+// The driver's function, looked up through the runtime: nothing here links the driver's library. Null if it knows no tensor maps.
+auto encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* found = nullptr;
@@ -34,12 +34,17 @@ bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t to
     if (error != cudaSuccess) cudaGetLastError();  // or a later check would find it
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
   }();
-  if (encode == nullptr) return false;
+  return encode;
+}
+
+// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses.
+bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+  if (encoder() == nullptr) return false;
   const cuuint64_t sizes[3] = {128, cuuint64_t(heads), cuuint64_t(tokens)}, strides[2] = {cuuint64_t(head_stride), cuuint64_t(token_stride)};
   const cuuint32_t box[3] = {64, 1, 64}, steps[3] = {1, 1, 1};
-  return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encoder()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -59,7 +64,7 @@ int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 Path path_of(const PrefillParams& p) { return {p.sm90_rows, p.sm90_segment, p.sm90_half}; }
 
 #if GDN_SM90
-// The map of q or k, if the copy engine can read it in place. Encoded once for the tensors that a thread has seen last: a call asks
+// The map of q, k, v or output, if the copy engine can take it in place. Encoded once for the tensors that a thread has seen last: a call asks
 // twice, for its scratch and for its launch.
 bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_t heads, int64_t tokens) {
   struct Known {
@@ -70,8 +75,8 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
   };
   // In bytes. A dimension of one element has any stride; what is repeated is left to the first kernel.
   const int64_t head_stride = heads > 1 ? stride.head * 2 : 2 * kHead, token_stride = tokens > 1 ? stride.token * 2 : 2 * kHead;
-  if (head_stride <= 0 || token_stride <= 0 || tokens < kChunk || tokens > INT32_MAX - 2 * kChunk) return false;
-  constexpr int kKnown = 8;
+  if (head_stride <= 0 || token_stride <= 0 || tokens < 1 || tokens > INT32_MAX - 2 * kChunk) return false;
+  constexpr int kKnown = 16;
   thread_local Known known[kKnown] = {};
   thread_local int oldest = 0;
   for (const Known& x : known)
@@ -91,7 +96,7 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
 // Whether the copy engine can read q and k where they are: maps[0], of k, and maps[1], of q.
 bool map_tiles(const PrefillParams& p, TensorMap* maps) {
 #if GDN_SM90
-  return p.k_aligned && p.q_aligned && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
+  return p.k_aligned && p.q_aligned && p.num_tokens >= kChunk && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
          tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens);
 #else
   return false;
@@ -125,6 +130,15 @@ struct Sizes {
   int64_t total() const { return records + q_tiles + k_tiles + states + nonzero + dealt; }
 };
 
+#if GDN_SM90
+// Whether one kernel can do it: all that comes and goes is what the copy engine can take.
+bool plan_pairs(const PrefillParams& p, PairPlan& plan) {
+  if (!p.sm90_pairs || p.sm90_half || p.sm90_segment != 0 || p.dtype != DType::bf16 || !p.q_aligned || !p.k_aligned || !p.v_aligned) return false;
+  return tensor_map(plan.q, p.q, p.q_stride, p.heads / p.q_group, p.num_tokens) && tensor_map(plan.k, p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
+         tensor_map(plan.v, p.v, p.v_stride, p.heads / p.v_group, p.num_tokens) && tensor_map(plan.output, p.output, p.output_stride, p.heads, p.num_tokens);
+}
+#endif
+
 }  // namespace
 
 bool serves(const PrefillParams& p) {
@@ -132,6 +146,10 @@ bool serves(const PrefillParams& p) {
 }
 
 int64_t workspace(const PrefillParams& p) {
+#if GDN_SM90
+  PairPlan plan;
+  if (plan_pairs(p, plan)) return 0;
+#endif
   TensorMap maps[2];
   const Path path = path_of(p);
   return Sizes(p, path, reads_in_place(p, path, map_tiles(p, maps))).total();
@@ -139,15 +157,17 @@ int64_t workspace(const PrefillParams& p) {
 
 #if GDN_SM90
 void launch(const PrefillParams& p, cudaStream_t stream) {
+  PairPlan pairs{};
+  if (plan_pairs(p, pairs)) return launch_pairs(p, pairs, stream);
   const Path path = path_of(p);
   Plan plan{};
   plan.path = path;
   plan.mapped = map_tiles(p, plan.maps);
   plan.raw = reads_in_place(p, path, plan.mapped);
+  const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
-  const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
   plan.staged = can_be_copied(p.initial) && can_be_copied(p.final);
   const auto wide = [](const void* data, const Strides3& stride, DType dtype) {
     const int size = dtype == DType::f32 ? 4 : 2;

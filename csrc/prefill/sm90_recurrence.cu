@@ -17,12 +17,8 @@
 // transition, from the identity with V = 0; the second starts each segment from the state that the scan found.
 #include "../common/device.h"
 #include "sequence.cuh"
-#include "sm90_workspace.cuh"
+#include "sm90_state_steps.cuh"
 #include "states.cuh"
-
-#if GDN_SM90
-#include "../common/sm90_primitives.cuh"
-#endif
 
 #if GDN_SM90
 namespace gdn {
@@ -38,10 +34,7 @@ constexpr int kThreads = 128 * kGroups + kProducers;
 template <int kGroups>
 struct Stage {
   static constexpr int v_row_bytes = 128 * kGroups + 16;  // so that eight rows' pieces lie in different banks
-  static constexpr int k = 0;
-  static constexpr int q = kTileBytes;
-  static constexpr int coupling = 2 * kTileBytes;
-  static constexpr int scores = coupling + kFullBytes;
+  static constexpr int k = kKeysAt, q = kQueriesAt, coupling = kCouplingAt, scores = kFullScoresAt;
   static constexpr int v = scores + kFullBytes;
   static constexpr int gates = v + kChunk * v_row_bytes;
 
@@ -432,22 +425,6 @@ __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, floa
   for (int i = thread; i < 4 * kGroups * kWarpArrivals; i += kCarriers) barrier_arrive(empty);  // for the consumers
 }
 
-// Chunks from a boundary to the next; none is further away than any sequence is long.
-__device__ __forceinline__ int32_t boundary_every(const PrefillParams& p) {
-  const auto interval = uint64_t(p.checkpoint_every) / kChunk;
-  return interval < uint64_t(INT32_MAX) ? int32_t(interval) : INT32_MAX;
-}
-// How many chunks from one of a sequence's on the next boundary is, that chunk included; and the list's entry for it.
-__device__ __forceinline__ void find_boundary(const PrefillParams& p, const Sequence& sequence, int64_t chunk, int& until, int64_t& entry) {
-  const uint32_t every = boundary_every(p);
-  const uint32_t behind = uint32_t(sequence.prefix / kChunk) % every + uint32_t(chunk);  // no division of 64 bits: such take long
-  entry = sequence.starts + behind / every;
-  until = int32_t(every - behind % every);
-}
-__device__ __forceinline__ const Index& checkpoint_rows(const PrefillParams& p) {
-  return p.pages.indices.data != nullptr ? p.pages.indices : p.checkpoint_rows;
-}
-
 // Carries V, or a state, into each stage, once what the consumers left there is out.
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
@@ -537,106 +514,6 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
   }
 }
 
-// Accumulators as left operands: tiles 2 k and 2 k + 1 are a [.., 16].
-template <class M, int N>
-__device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; n++) a[2 * n] = Pair<M>::pack(x[n][0], x[n][1]), a[2 * n + 1] = Pair<M>::pack(x[n][2], x[n][3]);
-}
-
-// fp16 ends at 65504, and what passes through it here, S and Y and U, has no bound. So a V row is kept by a power of two below
-// its true values where it would grow too large: the recurrence is linear in a row's V and state. `factor` is that of the two
-// rows of this lane. bf16 has float32's range and needs none of this.
-template <class M>
-constexpr bool kBounded = std::is_same_v<M, __half>;
-
-// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Y below that, U
-// stays in range: a row of the inverse adds up 64 values.)
-template <int N>
-__device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
-  uint32_t found[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < N; i += 2) found[0] = larger_halves(found[0], a[i]), found[1] = larger_halves(found[1], a[i + 1]);
-  found[0] = larger_halves(found[0], found[1]);
-  return __ballot_sync(0xffffffffu, (found[0] & found[0] << 1 & 0x40004000u) != 0) != 0;
-}
-
-// What to multiply rows with, so that their largest values come to lie below 64: 1 where they are small, or not finite.
-template <int N>
-__device__ __forceinline__ void shrink(float (&by)[2], const float (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float largest = 0.f;
-#pragma unroll
-    for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(fabsf(x[n][2 * i]), fabsf(x[n][2 * i + 1])));
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    const int exponent = int(__float_as_uint(largest) >> 23) - 127;
-    by[i] = exponent >= 8 && exponent < 128 ? __uint_as_float(uint32_t(127 + 5 - exponent) << 23) : 1.f;
-  }
-}
-
-template <int N>
-__device__ __forceinline__ void multiply_rows(float (&x)[N][4], const float (&by)[2]) {
-#pragma unroll
-  for (int n = 0; n < N; n++) x[n][0] *= by[0], x[n][1] *= by[0], x[n][2] *= by[1], x[n][3] *= by[1];
-}
-__device__ __forceinline__ bool is_one(const float (&factor)[2]) { return factor[0] == 1.f && factor[1] == 1.f; }
-
-// The state as a left operand; its rows shrink where it would not fit.
-template <class M>
-__device__ __forceinline__ void round_state(uint32_t (&operand)[32], float (&s)[16][4], float (&factor)[2]) {
-  to_operand<M>(operand, s);
-  if constexpr (kBounded<M>) {
-    if (too_large(operand)) {
-      float by[2];
-      shrink(by, s);
-      multiply_rows(s, by);
-      factor[0] *= by[0], factor[1] *= by[1];
-      to_operand<M>(operand, s);
-    }
-  }
-}
-
-// A consumer's own view of a stage: where the right operands are.
-template <int kGroups>
-struct Tiles {
-  const Description k_columns, q_columns, k_rows, coupling, scores;
-
-  // The stage is the same for all lanes, which the compiler sees only so, and then keeps descriptions in uniform registers.
-  __device__ __forceinline__ explicit Tiles(const uint8_t* stages, int number)
-      : Tiles(stages, Uniform{__shfl_sync(0xffffffffu, number * Stage<kGroups>::bytes, 0)}) {}
-
- private:
-  struct Uniform {
-    int offset;
-  };
-  __device__ __forceinline__ Tiles(const uint8_t* stages, const Uniform& stage)
-      : k_columns(describe(stages + Stage<kGroups>::k, Layout::swizzled, 16, 1024) + stage.offset),
-        q_columns(k_columns + (Stage<kGroups>::q - Stage<kGroups>::k)),
-        k_rows(describe(stages + Stage<kGroups>::k, Layout::swizzled, 8192, 1024) + stage.offset),
-        coupling(describe(stages + Stage<kGroups>::coupling, Layout::plain, 128, 256) + stage.offset),
-        scores(coupling + (Stage<kGroups>::scores - Stage<kGroups>::coupling)) {}
-};
-
-// Products begin here and end where their results are wanted. X^T = S K^T.
-template <class M>
-__device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns) {
-  multiply_fence();
-#pragma unroll
-  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns + columns_at(k), k > 0);
-  multiply_commit();
-}
-// Half of S Q^T: the tensor cores have it to do while Y is made, and the other half while U becomes an operand.
-template <class M>
-__device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&operand)[32], const Description& q_columns, int half) {
-  multiply_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    multiply_k_major<M>(o, operand + 16 * half + 4 * k, q_columns + columns_at(4 * half + k), half > 0 || k > 0);
-  multiply_commit();
-}
-
 // V^T as accumulators are, two tokens a word. A V of zeros is not read.
 template <int kGroups>
 __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, bool with_v, int warp, int lane) {
@@ -648,109 +525,6 @@ __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, 
 #pragma unroll
     for (int i = 0; i < 4; i++) v[4 * j + i] = tiles[i];
   }
-}
-
-// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. What comes from shared memory
-// is loaded before the wait for the product that it is combined with.
-template <class T, class M, int kGroups, bool kOutput>
-__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], uint32_t (&operand)[32],
-                                        float (&factor)[2], const uint8_t* stage, const Tiles<kGroups>& tiles, int lane) {
-  using S = Stage<kGroups>;
-  const auto* gates = reinterpret_cast<const float*>(stage + S::gates) + 2 * (lane % 4);
-  const auto gate = [&](int array, int n) { return load_shared(reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n)); };
-
-  // Y^T = beta (V^T - gamma X^T)
-  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
-  uint32_t y[16];  // as to_operand has it
-  const auto make_y = [&](float above, float below) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-      const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 value = Pair<T>::unpack(v[2 * n + i]);
-        const float by = i == 0 ? above : below;
-        x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
-        x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
-        y[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
-      }
-    }
-  };
-  if constexpr (kBounded<M>) {
-    if (__ballot_sync(0xffffffffu, is_one(factor)) == 0xffffffffu)
-      make_y(1.f, 1.f);
-    else
-      make_y(factor[0], factor[1]);
-    if (too_large(y)) {
-      // The rows' state shrinks, and of S Q^T what there is already; the rest of it from a smaller state too.
-      multiply_wait<0>();
-      if constexpr (kOutput) pin(o);
-      float by[2];
-      shrink(by, x);
-      multiply_rows(x, by);
-      multiply_rows(s, by);
-      if constexpr (kOutput) multiply_rows(o, by);
-      factor[0] *= by[0], factor[1] *= by[1];
-      to_operand<M>(y, x);
-      to_operand<M>(operand, s);
-    }
-  } else {
-    make_y(1.f, 1.f);
-  }
-
-  // What is wanted soon is loaded before products are issued: these go through the same queue, and it would wait behind them
-  // until the tensor cores take them.
-  const float end = load_shared(reinterpret_cast<const float*>(stage + S::gates) + kEnd * kChunk);
-  float2 tail[8], scale[8];
-  const auto load_gates = [&](float2 (&to)[8], int array) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
-  };
-  load_gates(tail, kTail);
-
-  // U^T = Y^T + Y^T coupling^T, the identity's part in float32
-  multiply_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
-  multiply_commit();
-  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
-  // Meanwhile the decay of S.
-#pragma unroll
-  for (int n = 0; n < 16; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] *= end;
-  pin(s);
-  multiply_wait<kOutput ? 1 : 0>();
-  pin(x);
-
-  // S = gamma_64 S + (tail U^T) K
-  uint32_t tail_u[16];
-#pragma unroll
-  for (int n = 0; n < 8; n++) {
-    tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
-    tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
-  }
-  if constexpr (kOutput) load_gates(scale, kScaleGamma);
-  multiply_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);
-  multiply_commit();
-
-  // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
-  if constexpr (kOutput) {
-    uint32_t u[16];
-    to_operand<M>(u, x);
-    multiply_wait<1>();
-    pin(o);
-#pragma unroll
-    for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
-    multiply_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);
-    multiply_commit();
-  }
-  multiply_wait<kOutput ? 1 : 0>();
-  pin(s);
 }
 
 // A chunk's outputs, O^T rounded, into the stage's V tile: a warp has read its columns of V when it has outputs, and no other
@@ -866,7 +640,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     uint32_t v[16];
     if (left > 0) {
       wait_full(done);
-      begin_x<M>(x, operand, Tiles<kGroups>(stages, done % kStages).k_columns);
+      begin_x<M>(x, operand, Tiles(stages, int(done % kStages) * Stage<kGroups>::bytes).k_columns);
       load_v<kGroups>(v, stage_of(done), !transition, warp, lane);
       multiply_wait<0>();
       pin(x);
@@ -874,11 +648,11 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
     for (; left > 0; left--, done++) {
       uint8_t* stage = stage_of(done);
-      advance<T, M, kGroups, kOutput>(s, x, o, v, operand, factor, stage, Tiles<kGroups>(stages, done % kStages), lane);
+      advance<T, M, kOutput>(s, x, o, v, operand, factor, reinterpret_cast<const float*>(stage + Stage<kGroups>::gates), Tiles(stages, int(done % kStages) * Stage<kGroups>::bytes), lane);
       const float factor_of_o[2] = {factor[0], factor[1]};
       round_state<M>(operand, s, factor);
       // The last chunk has no successor: what it multiplies instead is not used.
-      const Tiles<kGroups> next(stages, (left > 1 ? done + 1 : done) % kStages);
+      const Tiles next(stages, int((left > 1 ? done + 1 : done) % kStages) * Stage<kGroups>::bytes);
       if (left > 1) wait_full(done + 1);
       begin_x<M>(x, operand, next.k_columns);
       if constexpr (kOutput) {

@@ -83,6 +83,12 @@ struct Plan {
   }
 };
 
+// What the path in one kernel (sm90_pairs.cu) gets instead.
+struct PairPlan {
+  TensorMap q, k, v, output;  // boxes of 64 columns of a head by 64 tokens
+};
+
+void launch_pairs(const PrefillParams& p, const PairPlan& plan, cudaStream_t stream);
 void launch_chunks(const PrefillParams& p, const Plan& plan, cudaStream_t stream);
 void launch_recurrence(const PrefillParams& p, const Plan& plan, cudaStream_t stream);
 void launch_segments(const PrefillParams& p, const Plan& plan, cudaStream_t stream);  // first pass

@@ -12,7 +12,8 @@ SMS = 132
 def request(tokens, seqs, heads, longest=None, **fields):
     values = dict(
         num_tokens=tokens, num_seqs=seqs, num_heads=heads, max_seqlen=longest or tokens, head_size_k=128, head_size_v=128,
-        use_cp="auto", batch_invariant=False, precise=False, pages=None, prefix_lens=None, q=torch.empty(0, dtype=torch.bfloat16),
+        use_cp="auto", batch_invariant=False, precise=False, pages=None, use_qk_l2norm=False, prefix_lens=None,
+        q=torch.empty(0, dtype=torch.bfloat16),
     )  # fmt: skip
     return types.SimpleNamespace(**{**values, **fields})
 
@@ -34,11 +35,21 @@ def test_what_may_not_be_split_is_not():
 
 
 def test_one_launch_where_no_sequence_is_long():
-    for tokens, seqs, heads, longest in ((1, 1, 8, 1), (16, 1, 64, 16), (64, 1, 8, 64), (96, 2, 16, 48)):
+    for tokens, seqs, heads, longest in ((1, 1, 8, 1), (16, 1, 64, 16), (16, 2, 64, 8), (512, 8, 16, 64)):
         assert choose(tokens, seqs, heads, longest).fused, tokens
     for tokens, seqs, heads, longest in ((65, 1, 8, 65), (2048, 32, 64, 64), (96, 2, 16, None)):
         assert not choose(tokens, seqs, heads, longest).fused, tokens
-    assert choose(64, 1, 8).rows < choose(16, 2, 64, 8).rows  # few CTAs of many V rows, or many of few
+    assert choose(16, 1, 8).rows < choose(16, 2, 64, 8).rows  # few CTAs of many V rows, or many of few
+
+
+def test_pairs_where_short_sequences_are_few():
+    for tokens, seqs, heads, longest in ((105, 1, 8, 105), (335, 1, 16, 335), (1024, 8, 8, 128), (128, 1, 64, 128)):
+        assert choose(tokens, seqs, heads, longest).pairs, tokens
+    for tokens, seqs, heads, longest in ((1024, 1, 8, 1024), (256, 2, 64, 128), (2048, 8, 8, None), (16, 1, 8, 16)):
+        assert not choose(tokens, seqs, heads, longest).pairs, tokens
+    half = torch.empty(0, dtype=torch.float16)
+    for fields in (dict(batch_invariant=True), dict(precise=True), dict(use_cp=True), dict(head_size_v=64), dict(q=half)):
+        assert choose(128, 1, 8).pairs and not choose(128, 1, 8, **fields).pairs, fields
 
 
 def test_one_launch_only_where_it_changes_nothing_else():

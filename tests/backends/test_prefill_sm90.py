@@ -91,19 +91,25 @@ TILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, half, norm, way", IN_PLACE + TILES)
-def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
-    backend.forced_path = Way(*WAYS[way], half)
-    q, k, v, g, beta = draw(dtype, norm)
-    output, pool = run(q, k, v, g, beta, norm)
+def expected(q, k, v, g, beta, norm):
+    """What run() should give: the output, and states by page."""
     cu = torch.tensor([MARGIN, *LENGTHS]).cumsum(0)
     initial = torch.zeros(5, 4, 128, 128)
     torch.manual_seed(2)
     cached = dict(zip(CACHED, torch.randn(len(CACHED), 4, 128, 128)))
     initial[0], initial[1] = cached[3], cached[1]
     o, states = reference.prefill(q, k, v, g, beta, cu_seqlens=cu, initial_state=initial, use_qk_l2norm_in_kernel=norm)
-    wanted = {3: states[0][58], 12: states[0][122], 0: states[0][186], 4: states[0][200], 1: states[1][1], 9: states[3][64],
-              2: states[4][64], 6: states[4][128], 8: states[4][130]}  # fmt: skip
+    return o, {3: states[0][58], 12: states[0][122], 0: states[0][186], 4: states[0][200], 1: states[1][1], 9: states[3][64],
+               2: states[4][64], 6: states[4][128], 8: states[4][130]}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, half, norm, way", IN_PLACE + TILES)
+def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
+    backend.forced_path = Way(*WAYS[way], half)
+    q, k, v, g, beta = draw(dtype, norm)
+    output, pool = run(q, k, v, g, beta, norm)
+    cu = torch.tensor([MARGIN, *LENGTHS]).cumsum(0)
+    o, wanted = expected(q, k, v, g, beta, norm)
     assert (output[:MARGIN] == 0).all() and (output[cu[-1] :] == 0).all()
     assert relative(output[MARGIN : cu[-1]], o[MARGIN : cu[-1]]) < tolerances.prefill_output(dtype) / 2
     for page, state in wanted.items():
@@ -113,6 +119,47 @@ def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
         again = run(moved(q, by_q), moved(k, by_k), v, g, beta, norm)
         assert torch.equal(again[0], output), (by_q, by_k)
         assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32)), (by_q, by_k)
+
+
+@pytest.mark.parametrize("norm", (False, True))
+def test_prefill_by_pairs_of_ctas(backend, norm):
+    backend.forced_path = Way(64, 0, False, pairs=True)
+    q, k, v, g, beta = draw(BF16, norm)
+    output, pool = run(q, k, v, g, beta, norm)
+    cu = torch.tensor([MARGIN, *LENGTHS]).cumsum(0)
+    o, wanted = expected(q, k, v, g, beta, norm)
+    assert (output[:MARGIN] == 0).all() and (output[cu[-1] :] == 0).all()
+    assert relative(output[MARGIN : cu[-1]], o[MARGIN : cu[-1]]) < tolerances.prefill_output(BF16) / 2
+    for page, state in wanted.items():
+        assert relative(pool[page], state) < tolerances.prefill_state(BF16, F32) / 2, page
+    # Rows elsewhere that the copy engine can take; and where it cannot, another path.
+    again = run(moved(q, 8), moved(k, 8), moved(v, 8), g, beta, norm)
+    assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), pool.view(torch.int32))
+    backend.forced_path = Way(64, 0, False)
+    other = run(q, k, moved(v, 3), g, beta, norm)
+    backend.forced_path = Way(64, 0, False, pairs=True)
+    again = run(q, k, moved(v, 3), g, beta, norm)
+    assert torch.equal(again[0], other[0]) and torch.equal(again[1].view(torch.int32), other[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("lengths", ([9], [65, 3], [330]))
+def test_pairs_take_any_number_of_tokens(backend, lengths):
+    """Fewer than a box of the copy engine's has; more chunks than a ring has places; states that come and go in bf16."""
+    torch.manual_seed(3)
+    n, cu = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    q, k = (torch.nn.functional.normalize(torch.randn(n, 1, 128), dim=-1).bfloat16() for _ in range(2))
+    v, g, beta = torch.randn(n, 2, 128).bfloat16(), torch.rand(n, 2) * 0.2 + 0.8, torch.rand(n, 2)
+    g[n // 2] = 0
+    initial = torch.randn(len(lengths), 2, 128, 128).bfloat16()
+    backend.forced_path = Way(64, 0, False, pairs=True)
+    output, final = gdn_multi.chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu,
+        output_state=torch.full_like(initial, float("nan")), backend="cuda",
+    )  # fmt: skip
+    o, states = reference.prefill(q, k, v, g, beta, cu_seqlens=cu, initial_state=initial)
+    assert relative(output, o) < tolerances.prefill_output(BF16) / 2
+    for i in range(len(lengths)):
+        assert relative(final[i], states[i][-1]) < tolerances.prefill_state(BF16, BF16) / 1.5
 
 
 def test_prefill_with_gates_anywhere(backend):

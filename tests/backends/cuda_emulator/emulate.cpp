@@ -34,7 +34,7 @@ ucontext_t scheduler;
 std::vector<std::unique_ptr<Running>> threads;
 Running* current = nullptr;
 const std::function<void()>* body = nullptr;
-Barrier barrier;
+Barrier barriers[kRanks], cluster;
 std::minstd_rand randomness(1);
 
 void enter() {
@@ -50,15 +50,22 @@ void apply(std::deque<Fiber::Copy>& copies, int before_group) {
   }
 }
 
-void run_block(int count) {
-  std::vector<Warp> warps((count + 31) / 32);
-  barrier = {};
+// CTAs that run at the same time, each with its own shared memory.
+void run_blocks(int size, const std::vector<uint3>& blocks, const std::vector<unsigned char*>& memory) {
+  const int count = size * int(blocks.size());
+  std::vector<Warp> warps(blocks.size() * ((size + 31) / 32));
+  for (Barrier& barrier : barriers) barrier = {};
+  cluster = {};
   for (int i = 0; i < count; i++) {
     Running& t = *threads[i];
     t.fiber = {};
-    t.fiber.thread = {unsigned(i), 0, 0};
-    t.fiber.lane = i % 32;
-    t.fiber.warp = &warps[i / 32];
+    t.fiber.rank = i / size;
+    t.fiber.block = blocks[i / size];
+    t.fiber.shared = memory[i / size];
+    t.fiber.peer = memory[blocks.size() - 1 - i / size];
+    t.fiber.thread = {unsigned(i % size), 0, 0};
+    t.fiber.lane = i % size % 32;
+    t.fiber.warp = &warps[i / size * ((size + 31) / 32) + i % size / 32];
     t.copies.clear();
     t.fiber.copies = &t.copies;
     t.done = false;
@@ -79,6 +86,7 @@ void run_block(int count) {
       t.fiber.waits_on = nullptr;
       current = &t;
       self = &t.fiber;
+      shared = self->shared, block_index = self->block;
       moved = true;
       swapcontext(&scheduler, &t.context);
       if (t.done) left--;
@@ -104,7 +112,17 @@ void wait(Barrier& b, int count) {
   swapcontext(&current->context, &scheduler);
 }
 
-void block_barrier() { wait(barrier, int(block_size.x)); }
+void block_barrier() { wait(barriers[self->rank], int(block_size.x)); }
+void cluster_arrive() {
+  self->cluster_phase = cluster.generation;
+  if (++cluster.arrived == kRanks * int(block_size.x)) cluster.arrived = 0, cluster.generation++;
+}
+void cluster_wait() {
+  if (cluster.generation != self->cluster_phase) return;
+  self->waits_on = &cluster.generation;
+  self->waits_while = cluster.generation;
+  swapcontext(&current->context, &scheduler);
+}
 
 void copy(void* to, const void* from, bool valid, int bytes) {
   if ((reinterpret_cast<uintptr_t>(to) | (valid ? reinterpret_cast<uintptr_t>(from) : 0)) % bytes) std::abort();
@@ -117,25 +135,33 @@ void copy(void* to, const void* from, bool valid, int bytes) {
 void copy_commit() { self->open_group++; }
 void copy_wait(int pending) { apply(*static_cast<std::deque<Fiber::Copy>*>(self->copies), self->open_group - pending); }
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
-  while (threads.size() < block.x) threads.push_back(std::make_unique<Running>());
-  std::vector<unsigned char> memory(shared_bytes + 128 + 64);
-  shared = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread, int together) {
+  while (threads.size() < block.x * together) threads.push_back(std::make_unique<Running>());
+  // The same address in all CTAs, up to multiples of 1024.
+  constexpr size_t kAlignment = 1024, kOff = 128, kBehind = 64;
+  std::vector<std::vector<unsigned char>> memory(together, std::vector<unsigned char>(kAlignment + kOff + shared_bytes + kBehind));
+  std::vector<unsigned char*> starts;
+  for (auto& x : memory) starts.push_back(x.data() + kOff + (-reinterpret_cast<uintptr_t>(x.data()) & (kAlignment - 1)));
   body = &thread;
   block_size = block;
   grid_size = grid;
+  if (grid.x % together) std::abort();
   for (unsigned z = 0; z < grid.z; z++)
     for (unsigned y = 0; y < grid.y; y++)
-      for (unsigned x = 0; x < grid.x; x++) {
-        block_index = {x, y, z};
-        std::memset(shared, 0xff, shared_bytes);
-        std::memset(shared + shared_bytes, 0xa5, 64);
-        run_block(int(block.x));
-        for (int i = 0; i < 64; i++)
-          if (shared[shared_bytes + i] != 0xa5) {
-            std::fprintf(stderr, "emulator: a kernel wrote past its shared memory\n");
-            std::abort();
-          }
+      for (unsigned x = 0; x < grid.x; x += together) {
+        std::vector<uint3> blocks;
+        for (int i = 0; i < together; i++) {
+          blocks.push_back({x + i, y, z});
+          std::memset(starts[i], 0xff, shared_bytes);
+          std::memset(starts[i] + shared_bytes, 0xa5, kBehind);
+        }
+        run_blocks(int(block.x), blocks, starts);
+        for (unsigned char* start : starts)
+          for (size_t i = 0; i < kBehind; i++)
+            if (start[shared_bytes + i] != 0xa5) {
+              std::fprintf(stderr, "emulator: a kernel wrote past its shared memory\n");
+              std::abort();
+            }
       }
 }
 

@@ -27,6 +27,10 @@ struct Fiber {
   uint3 thread;
   int lane;
   Warp* warp;
+  int rank;  // in its cluster
+  uint3 block;
+  unsigned char *shared, *peer;  // shared memory, and that of the other CTA of a pair
+  uint64_t cluster_phase;
   const uint64_t* waits_on = nullptr;
   uint64_t waits_while = 0;
   struct Copy {
@@ -44,8 +48,11 @@ extern dim3 block_size, grid_size;
 extern unsigned char* shared;
 
 void wait(Barrier& barrier, int count);
+constexpr int kRanks = 2;  // CTAs of a cluster at most
 void block_barrier();
-void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
+void cluster_arrive();
+void cluster_wait();
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread, int together = 1);
 void copy(void* to, const void* from, bool valid, int bytes = 16);
 void copy_commit();
 void copy_wait(int pending);

@@ -34,6 +34,7 @@ inline void end_phase_if_complete(MemoryBarrier& b) {
 }  // namespace emu
 
 #define GDN_LAUNCH_BEHIND GDN_LAUNCH
+#define GDN_LAUNCH_PAIRS(kernel, grid, block, shared, stream, ...) emu::run(grid, block, shared, [=] { kernel(__VA_ARGS__); }, 2)
 
 namespace gdn {
 
@@ -92,6 +93,21 @@ inline void barrier_wait(uint64_t* barrier, int parity) {
   if (b.parity == parity) std::abort();
 }
 
+// The other CTA's, of the same name.
+template <class T>
+inline T* peers(T* mine) {
+  return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(mine) - emu::self->shared + emu::self->peer);
+}
+inline int pair_rank() { return emu::self->rank; }
+inline void pair_arrive() { emu::cluster_arrive(); }
+inline void pair_wait() { emu::cluster_wait(); }
+inline void barrier_arrive_peer(uint64_t* barrier) { barrier_arrive(peers(barrier)); }
+inline void barrier_wait_peer(uint64_t* barrier, int parity) { barrier_wait(barrier, parity); }
+inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier);
+inline void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {
+  bulk_copy(peers(static_cast<unsigned char*>(to)), from, bytes, peers(barrier));
+}
+
 inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
   std::memcpy(to, from, bytes);
@@ -122,6 +138,18 @@ inline void tensor_copy(void* to, const TensorMap& map, int column, int head, in
   b.bytes -= 8192;
   emu::end_phase_if_complete(b);
 }
+inline void tensor_store(const TensorMap& map, int column, int head, int token, const void* from) {
+  const auto& x = map.words;
+  if (reinterpret_cast<uintptr_t>(from) % 1024 || reinterpret_cast<uintptr_t>(&map) % 64 || x[5] != 0x6d6170) std::abort();
+  for (int t = 0; t < 64; t++)
+    for (int c = 0; c < 64; c++) {
+      if (token + t < 0 || token + t >= int64_t(x[2]) || head < 0 || head >= int64_t(x[1]) || column + c < 0 || column + c >= 128) continue;
+      const uint32_t at = t * 128 + c * 2;
+      std::memcpy(reinterpret_cast<char*>(x[0]) + head * x[3] + (token + t) * x[4] + (column + c) * 2,
+                  static_cast<const char*>(from) + (at ^ (at >> 7 & 7) << 4), 2);
+    }
+}
+
 inline void tensor_prefetch(const TensorMap& map, int column, int, int) {
   if (reinterpret_cast<uintptr_t>(&map) % 64 || map.words[5] != 0x6d6170 || column % 64) std::abort();
 }
@@ -130,6 +158,7 @@ inline void bulk_store(void* to, const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
   std::memcpy(to, from, bytes);
 }
+inline void bulk_stores_commit() {}
 inline void bulk_store_wait() {}
 inline void copy_once(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
 inline void copy_index(void* to, const void* from, bool wide) { std::memcpy(to, from, wide ? 8 : 4); }
@@ -142,10 +171,10 @@ template <class T>
 inline T load_shared(const T* from) {
   return *from;
 }
-template <int kThreads>
+template <int kThreads, int kBarrier = 1>
 inline void meet() {
-  static emu::Barrier barrier;
-  emu::wait(barrier, kThreads);
+  static emu::Barrier barriers[emu::kRanks];
+  emu::wait(barriers[emu::self->rank], kThreads);
 }
 template <int N>
 inline void registers_up() {}

@@ -1,0 +1,221 @@
+// Pieces of what a consumer's warpgroup does with a chunk, for its 64 V rows of the state (sm90_recurrence.cu, sm90_pairs.cu). All products are
+// transposed, V rows first.
+#pragma once
+#include "sm90_workspace.cuh"
+
+#if GDN_SM90
+#include "../common/sm90_primitives.cuh"
+
+namespace gdn {
+namespace sm90 {
+
+// Shared memory of a chunk, where both kernels have it: tiles of k and q, coupling and scores as full matrices.
+constexpr int kKeysAt = 0, kQueriesAt = kTileBytes, kCouplingAt = 2 * kTileBytes, kFullScoresAt = kCouplingAt + kFullBytes;
+
+// Accumulators as left operands: tiles 2 k and 2 k + 1 are a [.., 16].
+template <class M, int N>
+__device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) a[2 * n] = Pair<M>::pack(x[n][0], x[n][1]), a[2 * n + 1] = Pair<M>::pack(x[n][2], x[n][3]);
+}
+
+// fp16 ends at 65504, and what passes through it here, S and Y and U, has no bound. So a V row is kept by a power of two below
+// its true values where it would grow too large: the recurrence is linear in a row's V and state. `factor` is that of the two
+// rows of this lane. bf16 has float32's range and needs none of this.
+template <class M>
+constexpr bool kBounded = std::is_same_v<M, __half>;
+
+// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Y below that, U
+// stays in range: a row of the inverse adds up 64 values.)
+template <int N>
+__device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
+  uint32_t found[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < N; i += 2) found[0] = larger_halves(found[0], a[i]), found[1] = larger_halves(found[1], a[i + 1]);
+  found[0] = larger_halves(found[0], found[1]);
+  return __ballot_sync(0xffffffffu, (found[0] & found[0] << 1 & 0x40004000u) != 0) != 0;
+}
+
+// What to multiply rows with, so that their largest values come to lie below 64: 1 where they are small, or not finite.
+template <int N>
+__device__ __forceinline__ void shrink(float (&by)[2], const float (&x)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(fabsf(x[n][2 * i]), fabsf(x[n][2 * i + 1])));
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    const int exponent = int(__float_as_uint(largest) >> 23) - 127;
+    by[i] = exponent >= 8 && exponent < 128 ? __uint_as_float(uint32_t(127 + 5 - exponent) << 23) : 1.f;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void multiply_rows(float (&x)[N][4], const float (&by)[2]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) x[n][0] *= by[0], x[n][1] *= by[0], x[n][2] *= by[1], x[n][3] *= by[1];
+}
+__device__ __forceinline__ bool is_one(const float (&factor)[2]) { return factor[0] == 1.f && factor[1] == 1.f; }
+
+// The state as a left operand; its rows shrink where it would not fit.
+template <class M>
+__device__ __forceinline__ void round_state(uint32_t (&operand)[32], float (&s)[16][4], float (&factor)[2]) {
+  to_operand<M>(operand, s);
+  if constexpr (kBounded<M>) {
+    if (too_large(operand)) {
+      float by[2];
+      shrink(by, s);
+      multiply_rows(s, by);
+      factor[0] *= by[0], factor[1] *= by[1];
+      to_operand<M>(operand, s);
+    }
+  }
+}
+
+// A consumer's own view of a stage: where the right operands are.
+struct Tiles {
+  const Description k_columns, q_columns, k_rows, coupling, scores;
+
+  // The stage is the same for all lanes, which the compiler sees only so, and then keeps descriptions in uniform registers.
+  __device__ __forceinline__ Tiles(const uint8_t* stages, int offset) : Tiles(stages, Uniform{__shfl_sync(0xffffffffu, offset, 0)}) {}
+  // The same where the matrices lie elsewhere.
+  __device__ __forceinline__ Tiles(const uint8_t* ring, int tiles, int matrices)
+      : Tiles(ring, Uniform{__shfl_sync(0xffffffffu, tiles, 0)}, Uniform{__shfl_sync(0xffffffffu, matrices, 0)}) {}
+
+ private:
+  struct Uniform {
+    int offset;
+  };
+  __device__ __forceinline__ Tiles(const uint8_t* stages, const Uniform& stage) : Tiles(stages, stage, Uniform{stage.offset + kCouplingAt}) {}
+  __device__ __forceinline__ Tiles(const uint8_t* ring, const Uniform& tiles, const Uniform& matrices)
+      : k_columns(describe(ring + kKeysAt, Layout::swizzled, 16, 1024) + tiles.offset),
+        q_columns(k_columns + (kQueriesAt - kKeysAt)),
+        k_rows(describe(ring + kKeysAt, Layout::swizzled, 8192, 1024) + tiles.offset),
+        coupling(describe(ring, Layout::plain, 128, 256) + matrices.offset),
+        scores(coupling + kFullBytes) {}
+};
+
+// Products begin here and end where their results are wanted. X^T = S K^T.
+template <class M>
+__device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns) {
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns + columns_at(k), k > 0);
+  multiply_commit();
+}
+// Half of S Q^T: the tensor cores have it to do while Y is made, and the other half while U becomes an operand.
+template <class M>
+__device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&operand)[32], const Description& q_columns, int half) {
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    multiply_k_major<M>(o, operand + 16 * half + 4 * k, q_columns + columns_at(4 * half + k), half > 0 || k > 0);
+  multiply_commit();
+}
+
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. What comes from shared memory
+// is loaded before the wait for the product that it is combined with.
+template <class T, class M, bool kOutput>
+__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], uint32_t (&operand)[32],
+                                        float (&factor)[2], const float* all_gates, const Tiles& tiles, int lane) {
+  const auto* gates = all_gates + 2 * (lane % 4);
+  const auto gate = [&](int array, int n) { return load_shared(reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n)); };
+
+  // Y^T = beta (V^T - gamma X^T)
+  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
+  uint32_t y[16];  // as to_operand has it
+  const auto make_y = [&](float above, float below) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 value = Pair<T>::unpack(v[2 * n + i]);
+        const float by = i == 0 ? above : below;
+        x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
+        x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
+        y[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
+      }
+    }
+  };
+  if constexpr (kBounded<M>) {
+    if (__ballot_sync(0xffffffffu, is_one(factor)) == 0xffffffffu)
+      make_y(1.f, 1.f);
+    else
+      make_y(factor[0], factor[1]);
+    if (too_large(y)) {
+      // The rows' state shrinks, and of S Q^T what there is already; the rest of it from a smaller state too.
+      multiply_wait<0>();
+      if constexpr (kOutput) pin(o);
+      float by[2];
+      shrink(by, x);
+      multiply_rows(x, by);
+      multiply_rows(s, by);
+      if constexpr (kOutput) multiply_rows(o, by);
+      factor[0] *= by[0], factor[1] *= by[1];
+      to_operand<M>(y, x);
+      to_operand<M>(operand, s);
+    }
+  } else {
+    make_y(1.f, 1.f);
+  }
+
+  // What is wanted soon is loaded before products are issued: these go through the same queue, and it would wait behind them
+  // until the tensor cores take them.
+  const float end = load_shared(all_gates + kEnd * kChunk);
+  float2 tail[8], scale[8];
+  const auto load_gates = [&](float2 (&to)[8], int array) {
+#pragma unroll
+    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
+  };
+  load_gates(tail, kTail);
+
+  // U^T = Y^T + Y^T coupling^T, the identity's part in float32
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
+  multiply_commit();
+  if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
+  // Meanwhile the decay of S.
+#pragma unroll
+  for (int n = 0; n < 16; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] *= end;
+  pin(s);
+  multiply_wait<kOutput ? 1 : 0>();
+  pin(x);
+
+  // S = gamma_64 S + (tail U^T) K
+  uint32_t tail_u[16];
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
+    tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
+  }
+  if constexpr (kOutput) load_gates(scale, kScaleGamma);
+  multiply_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);
+  multiply_commit();
+
+  // O^T = scale gamma (S Q^T) + U^T scores^T, while S is under way
+  if constexpr (kOutput) {
+    uint32_t u[16];
+    to_operand<M>(u, x);
+    multiply_wait<1>();
+    pin(o);
+#pragma unroll
+    for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
+    multiply_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);
+    multiply_commit();
+  }
+  multiply_wait<kOutput ? 1 : 0>();
+  pin(s);
+}
+
+}  // namespace sm90
+}  // namespace gdn
+#endif
