@@ -1,6 +1,6 @@
 """The prefill for sm_90a on an H200, in under two minutes: build, look into each stage, compare whole calls, time the paths.
 
-    python benchmarks/check_sm90.py [--only stages,calls,large,accuracy,times,parts] [--release] [--full]
+    python benchmarks/check_sm90.py [--only stages,calls,large,accuracy,times,short,parts] [--release] [--full]
 
 ``stages`` compares what the first kernel leaves in the workspace (tiles, coupling, scores, gates) and then states and
 outputs chunk by chunk with a plain float64 computation, and says in which chunk, rows and columns a difference begins.
@@ -471,6 +471,31 @@ def times(backend, full: bool) -> None:
     backend.forced_path = None
 
 
+def short(backend) -> None:
+    """Short sequences: the path of several launches, and those of one."""
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    print("  us: several launches, fused.cu by V rows, pairs of CTAs; and pairs where q and k are normalised, gates raw", flush=True)
+    batches = [[n] for n in (1, 16, 17, 33, 64, 105, 128, 187, 256, 335, 501, 768)]
+    batches += [[n] * m for n in (64, 128, 256) for m in (2, 4, 8)]
+    for hv in (8, 16, 32, 64):
+        for lengths in batches:
+            request = timed_request(lengths, (hv // 4, hv // 4, hv))
+            model = timed_request(lengths, (hv // 4, hv // 4, hv), gate="raw", logit=True, norm=True)
+            shape = sum(lengths), len(lengths), hv, max(lengths), count
+            ways = [("several", Path(*fastest(*shape), False), request)]
+            if max(lengths) <= 64:
+                ways += [(f"fused {rows}", Path(rows, 0, False, fused=True), request) for rows in (128, 64, 32)]
+            pairs = Path(64, 0, False, pairs=True)
+            ways += [("pairs", pairs, request), ("pairs, model", pairs, model)]
+            cells = []
+            for name, path, r in ways:
+                backend.forced_path = path
+                cells.append(f"{name} {median_us(lambda r=r: backend.prefill(r), 5):.1f}")
+            backend.forced_path = None
+            cells.append(f"chosen: {backend.detail(request)}")
+            print(f"  {hv // 4:2}/{hv:<2} {len(lengths)} x {lengths[0]:<4} {' | '.join(cells)}", flush=True)
+
+
 def parts(backend) -> None:
     """When each kernel of some calls ends, as the profiler sees it: they are launched to overlap, so durations would not add up."""
     calls = (
@@ -500,7 +525,7 @@ def parts(backend) -> None:
 
 
 def main() -> int:
-    steps = {"stages": stages, "calls": calls, "large": large, "accuracy": accuracy, "times": None, "parts": parts}
+    steps = {"stages": stages, "calls": calls, "large": large, "accuracy": accuracy, "times": None, "short": short, "parts": parts}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(steps), help="steps, by commas")
     parser.add_argument("--release", action="store_true", help="build as for use, without bounds on waits")

@@ -162,6 +162,24 @@ def test_pairs_take_any_number_of_tokens(backend, lengths):
         assert relative(final[i], states[i][-1]) < tolerances.prefill_state(BF16, BF16) / 1.5
 
 
+def test_pairs_whatever_the_order(backend, monkeypatch):
+    """Warps that run far ahead of others, lanes that lag, copies that land late: the same bits, and nobody waits for ever."""
+    torch.manual_seed(4)
+    q, k = (torch.nn.functional.normalize(torch.randn(450, 1, 128), dim=-1).bfloat16() for _ in range(2))
+    v, g, beta = torch.randn(450, 1, 128).bfloat16(), torch.rand(450, 1) * 0.1 + 0.9, torch.rand(450, 1)
+    cu = torch.tensor([0, 450])
+    backend.forced_path = Way(64, 0, False, pairs=True)
+
+    def call():
+        return gdn_multi.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, cu_seqlens=cu, backend="cuda")
+
+    output, state = call()
+    for order in range(8):
+        monkeypatch.setenv("EMULATED_ORDER", str(order))
+        again = call()
+        assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), state.view(torch.int32)), order
+
+
 def test_prefill_with_gates_anywhere(backend):
     """Those of four heads are loaded together where they lie side by side, and must be the same where they do not."""
     backend.forced_path = Way(*WAYS["half heads"], False)

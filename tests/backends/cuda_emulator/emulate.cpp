@@ -4,6 +4,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -14,6 +15,8 @@
 namespace emu {
 
 Fiber* self = nullptr;
+std::vector<Late> late;
+bool hard = false;
 uint3 block_index;
 dim3 block_size, grid_size;
 unsigned char* shared = nullptr;
@@ -50,6 +53,89 @@ void apply(std::deque<Fiber::Copy>& copies, int before_group) {
   }
 }
 
+bool can_run(const Running& t) { return !t.done && !(t.fiber.waits_on && *t.fiber.waits_on == t.fiber.waits_while); }
+
+// Until it waits again. Whether it is done.
+bool resume(Running& t) {
+  t.fiber.waits_on = nullptr;
+  current = &t;
+  self = &t.fiber;
+  shared = self->shared, block_index = self->block;
+  swapcontext(&scheduler, &t.context);
+  return t.done;
+}
+
+[[noreturn]] void stuck() {
+  std::fprintf(stderr, "emulator: the threads of a block wait for each other for ever\n");
+  std::abort();
+}
+
+// All threads in turn, in another order each time.
+void run_in_turn(int count) {
+  std::vector<int> order(count);
+  for (int i = 0; i < count; i++) order[i] = i;
+  for (int left = count; left > 0;) {
+    std::shuffle(order.begin(), order.end(), randomness);
+    bool moved = false;
+    for (int i : order)
+      if (can_run(*threads[i])) moved = true, left -= resume(*threads[i]);
+    if (!moved) stuck();
+  }
+}
+
+// The warp of the highest priority that can run, again and again. Priorities change after a while, for some warps to the lowest; in some warps
+// one lane lags; what is late happens at any time, seldom, or when nothing else can.
+void run_unfairly(int count, int seed) {
+  std::minstd_rand random(unsigned(seed) * 7919 + 13);
+  const auto below = [&](int n) { return int(random() / 7 % n); };
+  const int warps = count / 32, lateness = below(3), period = 1 << (3 + below(14));
+  std::vector<int> priority(warps), lagging(warps);
+  const auto happen = [&](int i) {
+    const auto run = std::move(late[i].run);
+    late.erase(late.begin() + i);
+    run();
+  };
+  int until = 0, step = 0;
+  for (int left = count; left > 0; step++) {
+    if (step >= until) {
+      for (int w = 0; w < warps; w++) {
+        priority[w] = below(1000) - (below(4) == 0 ? 1000 : 0);
+        lagging[w] = below(4) == 0 ? below(32) : -1;
+      }
+      until = step + period / 2 + below(period);
+    }
+    if (!late.empty() && (lateness == 0 || (lateness == 1 && below(50) == 0))) happen(below(int(late.size())));
+    int best = -1;
+    for (int w = 0; w < warps; w++)
+      for (int lane = 0; lane < 32; lane++)
+        if (can_run(*threads[32 * w + lane])) {
+          if (best < 0 || priority[w] > priority[best]) best = w;
+          break;
+        }
+    if (best < 0) {
+      if (late.empty()) stuck();
+      happen(below(int(late.size())));
+      continue;
+    }
+    const int first = below(32);
+    bool moved = false;
+    for (int lagged = 0; lagged < 2 && !moved; lagged++)
+      for (int i = 0; i < 32; i++) {
+        const int lane = (first + i) % 32;
+        Running& t = *threads[32 * best + lane];
+        if (can_run(t) && (lagged || lane != lagging[best])) moved = true, left -= resume(t);
+      }
+  }
+  for (const Late& x : late) {
+    if (!x.store) {
+      std::fprintf(stderr, "emulator: a copy to shared memory comes after the end of its CTAs\n");
+      std::abort();
+    }
+    x.run();
+  }
+  late.clear();
+}
+
 // CTAs that run at the same time, each with its own shared memory.
 void run_blocks(int size, const std::vector<uint3>& blocks, const std::vector<unsigned char*>& memory) {
   const int count = size * int(blocks.size());
@@ -75,27 +161,9 @@ void run_blocks(int size, const std::vector<uint3>& blocks, const std::vector<un
     t.context.uc_link = &scheduler;
     makecontext(&t.context, enter, 0);
   }
-  std::vector<int> order(count);
-  for (int i = 0; i < count; i++) order[i] = i;
-  for (int left = count; left > 0;) {
-    std::shuffle(order.begin(), order.end(), randomness);
-    bool moved = false;
-    for (int i : order) {
-      Running& t = *threads[i];
-      if (t.done || (t.fiber.waits_on && *t.fiber.waits_on == t.fiber.waits_while)) continue;
-      t.fiber.waits_on = nullptr;
-      current = &t;
-      self = &t.fiber;
-      shared = self->shared, block_index = self->block;
-      moved = true;
-      swapcontext(&scheduler, &t.context);
-      if (t.done) left--;
-    }
-    if (!moved) {
-      std::fprintf(stderr, "emulator: the threads of a block wait for each other for ever\n");
-      std::abort();
-    }
-  }
+  const char* order = std::getenv("EMULATED_ORDER");
+  hard = order != nullptr && size % 32 == 0;
+  hard ? run_unfairly(count, std::atoi(order)) : run_in_turn(count);
 }
 
 }  // namespace
@@ -122,6 +190,13 @@ void cluster_wait() {
   self->waits_on = &cluster.generation;
   self->waits_while = cluster.generation;
   swapcontext(&current->context, &scheduler);
+}
+
+void later(bool store, std::function<void()> what) {
+  if (hard)
+    late.push_back({self, store, std::move(what)});
+  else
+    what();
 }
 
 void copy(void* to, const void* from, bool valid, int bytes) {

@@ -1,5 +1,7 @@
 // Runs CUDA kernels on a CPU, one fiber a thread, for tests without a GPU: each CTA in turn, its threads in an order
 // that changes at random whenever they wait, so that a missing barrier shows. Shared memory starts as NaN bytes.
+// With EMULATED_ORDER=n in the environment the n-th of many orders that are hard on a kernel: some warps run as long as they can
+// while others stand, lanes lag behind their warp, and what is asynchronous happens late (Late).
 // Only what csrc/ uses is here; csrc/common/primitives.cuh says what each instruction does.
 #pragma once
 #include <cuda_bf16.h>
@@ -9,7 +11,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <utility>
+#include <vector>
 
 namespace emu {
 
@@ -40,7 +45,19 @@ struct Fiber {
   };
   void* copies = nullptr;  // std::deque<Copy>
   int open_group = 0;
+  std::deque<std::pair<int, std::function<void()>>> products;  // of a warpgroup, by the group they were committed in
+  int open_products = 0;
 };
+
+// What the copy engine has been asked for and has not done yet; a store is from shared memory to global.
+struct Late {
+  Fiber* by;
+  bool store;
+  std::function<void()> run;
+};
+extern std::vector<Late> late;
+extern bool hard;  // EMULATED_ORDER is set
+void later(bool store, std::function<void()> what);  // now, unless `hard`
 
 extern Fiber* self;
 extern uint3 block_index;

@@ -2,8 +2,10 @@
 // are decoded as the descriptors say, barriers count arrivals and bytes, and copies poison their target first.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cfloat>
 #include <climits>
+#include <cstdio>
 #include <map>
 
 #include "common/tensor_map.h"
@@ -90,7 +92,10 @@ inline void barrier_arrive_copies(uint64_t* barrier) {
 inline void barrier_wait(uint64_t* barrier, int parity) {
   auto& b = emu::memory_barrier(barrier);
   if (b.parity == parity) emu::wait(b.waiters, INT_MAX);
-  if (b.parity == parity) std::abort();
+  if (b.parity == parity) {
+    std::fprintf(stderr, "emulator: thread %u saw a barrier's phase only when the next had ended as well\n", threadIdx.x);
+    std::abort();
+  }
 }
 
 // The other CTA's, of the same name.
@@ -103,17 +108,22 @@ inline void pair_arrive() { emu::cluster_arrive(); }
 inline void pair_wait() { emu::cluster_wait(); }
 inline void barrier_arrive_peer(uint64_t* barrier) { barrier_arrive(peers(barrier)); }
 inline void barrier_wait_peer(uint64_t* barrier, int parity) { barrier_wait(barrier, parity); }
-inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier);
-inline void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {
-  bulk_copy(peers(static_cast<unsigned char*>(to)), from, bytes, peers(barrier));
-}
-
-inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
-  std::memcpy(to, from, bytes);
+// The copy engine's: at once, or late.
+inline void landed(uint64_t* barrier, int bytes) {
   auto& b = emu::memory_barrier(barrier);
   b.bytes -= bytes;
   emu::end_phase_if_complete(b);
+}
+inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
+  if (emu::hard) std::memset(to, 0xff, bytes);
+  emu::later(false, [=] {
+    std::memcpy(to, from, bytes);
+    landed(barrier, bytes);
+  });
+}
+inline void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {
+  bulk_copy(peers(static_cast<unsigned char*>(to)), from, bytes, peers(barrier));
 }
 
 // The stand-in for what the driver encodes. False where the driver would refuse.
@@ -123,43 +133,58 @@ inline bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int
   map = {{reinterpret_cast<uint64_t>(data), uint64_t(heads), uint64_t(tokens), uint64_t(head_stride), uint64_t(token_stride), 0x6d6170}};
   return true;
 }
-inline void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
+// Each element of a box that lies inside of the tensor, where it is in shared memory and there; null outside.
+template <class F>
+inline void each_of_box(const TensorMap& map, int column, int head, int token, F&& f) {
   const auto& x = map.words;
-  if (reinterpret_cast<uintptr_t>(to) % 1024 || reinterpret_cast<uintptr_t>(&map) % 64 || x[5] != 0x6d6170) std::abort();
   for (int t = 0; t < 64; t++)
     for (int c = 0; c < 64; c++) {
       const bool inside = token + t >= 0 && token + t < int64_t(x[2]) && head >= 0 && head < int64_t(x[1]) && column + c >= 0 && column + c < 128;
-      uint16_t value = 0;
-      if (inside) std::memcpy(&value, reinterpret_cast<const char*>(x[0]) + head * x[3] + (token + t) * x[4] + (column + c) * 2, 2);
       const uint32_t at = t * 128 + c * 2;
-      std::memcpy(static_cast<char*>(to) + (at ^ (at >> 7 & 7) << 4), &value, 2);
+      f(at ^ (at >> 7 & 7) << 4, inside ? reinterpret_cast<char*>(x[0]) + head * x[3] + (token + t) * x[4] + (column + c) * 2 : nullptr);
     }
-  auto& b = emu::memory_barrier(barrier);
-  b.bytes -= 8192;
-  emu::end_phase_if_complete(b);
+}
+inline void check_box(const void* shared, const TensorMap& map) {
+  if (reinterpret_cast<uintptr_t>(shared) % 1024 || reinterpret_cast<uintptr_t>(&map) % 64 || map.words[5] != 0x6d6170) std::abort();
+}
+inline void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
+  check_box(to, map);
+  if (emu::hard) std::memset(to, 0xff, 8192);
+  emu::later(false, [=, &map] {
+    each_of_box(map, column, head, token, [&](uint32_t at, const char* from) {
+      const uint16_t zero = 0;
+      std::memcpy(static_cast<char*>(to) + at, from ? from : reinterpret_cast<const char*>(&zero), 2);
+    });
+    landed(barrier, 8192);
+  });
 }
 inline void tensor_store(const TensorMap& map, int column, int head, int token, const void* from) {
-  const auto& x = map.words;
-  if (reinterpret_cast<uintptr_t>(from) % 1024 || reinterpret_cast<uintptr_t>(&map) % 64 || x[5] != 0x6d6170) std::abort();
-  for (int t = 0; t < 64; t++)
-    for (int c = 0; c < 64; c++) {
-      if (token + t < 0 || token + t >= int64_t(x[2]) || head < 0 || head >= int64_t(x[1]) || column + c < 0 || column + c >= 128) continue;
-      const uint32_t at = t * 128 + c * 2;
-      std::memcpy(reinterpret_cast<char*>(x[0]) + head * x[3] + (token + t) * x[4] + (column + c) * 2,
-                  static_cast<const char*>(from) + (at ^ (at >> 7 & 7) << 4), 2);
-    }
+  check_box(from, map);
+  emu::later(true, [=, &map] {
+    each_of_box(map, column, head, token, [&](uint32_t at, char* to) {
+      if (to) std::memcpy(to, static_cast<const char*>(from) + at, 2);
+    });
+  });
 }
-
 inline void tensor_prefetch(const TensorMap& map, int column, int, int) {
   if (reinterpret_cast<uintptr_t>(&map) % 64 || map.words[5] != 0x6d6170 || column % 64) std::abort();
 }
 inline void prefetch_map(const TensorMap&) {}
 inline void bulk_store(void* to, const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
-  std::memcpy(to, from, bytes);
+  emu::later(true, [=] { std::memcpy(to, from, bytes); });
 }
 inline void bulk_stores_commit() {}
-inline void bulk_store_wait() {}
+inline void bulk_store_wait() {
+  for (size_t i = 0; i < emu::late.size();)
+    if (emu::late[i].store && emu::late[i].by == emu::self) {
+      const auto run = std::move(emu::late[i].run);
+      emu::late.erase(emu::late.begin() + i);
+      run();
+    } else {
+      i++;
+    }
+}
 inline void copy_once(void* to, const void* from, bool valid) { copy_async(to, from, valid); }
 inline void copy_index(void* to, const void* from, bool wide) { std::memcpy(to, from, wide ? 8 : 4); }
 inline void bulk_prefetch(const void* from, int bytes) {
@@ -198,10 +223,25 @@ inline void store_tiles_transposed(void* row, const uint32_t (&x)[4]) {
   std::memcpy(row, out, 16);
 }
 
+// Products of a warpgroup happen where they are asked for or, in a hard order, where they are waited for.
 inline void multiply_fence() {}
-inline void multiply_commit() {}
+inline void multiply_commit() { emu::self->open_products++; }
 template <int N>
-inline void multiply_wait() {}
+inline void multiply_wait() {
+  auto& products = emu::self->products;
+  while (!products.empty() && products.front().first < emu::self->open_products - N) {
+    const auto run = std::move(products.front().second);
+    products.pop_front();
+    run();
+  }
+}
+template <class F>
+inline void product(F&& run) {
+  if (emu::hard)
+    emu::self->products.emplace_back(emu::self->open_products, run);
+  else
+    run();
+}
 template <class X>
 inline void pin(X&) {}
 
@@ -253,29 +293,39 @@ inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
       }
 }
 
+using Words = std::array<uint32_t, 4>;
+
 template <class T>
-inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
-  multiply<T>(d, a, add, [&](int k, int n) {
+inline void multiply_k_major(float (&d)[8][4], const Words& a, const Description& b, int add) {
+  multiply<T>(d, a.data(), add, [&](int k, int n) {
     if (b.layout == Layout::plain) return b.start + k / 8 * b.leading + n / 8 * b.stride + n % 8 * 16 + k % 8 * 2;
     return swizzle(b.start + n / 8 * b.stride + n % 8 * 128 + k * 2, b.layout);
   });
 }
 template <class T>
+inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
+  product([&d, a = Words{a[0], a[1], a[2], a[3]}, b, add] { multiply_k_major<T>(d, a, b, add); });
+}
+template <class T>
 inline void multiply_tiles(float (&d)[8][4], const Description& a, const Description& b, int add) {
   if (a.layout != Layout::swizzled) std::abort();
-  const int lane = emu::self->lane, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  uint32_t left[4];
-  for (int i = 0; i < 4; i++) {
-    const int m = row + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
-    std::memcpy(&left[i], swizzle(a.start + m / 8 * a.stride + m % 8 * 128 + k * 2, a.layout), 4);
-  }
-  multiply_k_major<T>(d, left, b, add);
+  product([&d, a, b, add] {
+    const int lane = emu::self->lane, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    Words left;
+    for (int i = 0; i < 4; i++) {
+      const int m = row + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
+      std::memcpy(&left[i], swizzle(a.start + m / 8 * a.stride + m % 8 * 128 + k * 2, a.layout), 4);
+    }
+    multiply_k_major<T>(d, left, b, add);
+  });
 }
 template <class T>
 inline void multiply_n_major(float (&d)[16][4], const uint32_t* a, const Description& b, int add) {
-  multiply<T>(d, a, add, [&](int k, int n) {
-    if (b.layout == Layout::plain) std::abort();
-    return swizzle(b.start + n / 64 * b.leading + k / 8 * b.stride + k % 8 * 128 + n % 64 * 2, b.layout);
+  if (b.layout == Layout::plain) std::abort();
+  product([&d, a = Words{a[0], a[1], a[2], a[3]}, b, add] {
+    multiply<T>(d, a.data(), add, [&](int k, int n) {
+      return swizzle(b.start + n / 64 * b.leading + k / 8 * b.stride + k % 8 * 128 + n % 64 * 2, b.layout);
+    });
   });
 }
 
