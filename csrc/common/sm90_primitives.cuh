@@ -78,23 +78,31 @@ __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 #endif
-// Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
-  const uint32_t address = shared_address(barrier);
+// Until ended() says so.
+template <class Ended>
+__device__ __forceinline__ void wait_until_ended(Ended&& ended) {
 #ifdef GDN_SM90_DEBUG
   // Gives up: wrong results instead of a hang. No trap and no printf: either makes the assembler run wgmma one at a time.
   for (int tries = 0; tries < 1 << 15; tries++) {
 #else
   for (;;) {
 #endif
-    uint32_t ended;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(ended)
-        : "r"(address), "r"(parity)
-        : "memory");
-    if (ended) return;
+    if (ended()) return;
   }
+}
+#define GDN_TRY_WAIT(ended, scope, address, parity)                                                                                   \
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire." scope ".shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n" \
+               : "=r"(ended)                                                                                                           \
+               : "r"(address), "r"(parity)                                                                                             \
+               : "memory")
+// Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  const uint32_t address = shared_address(barrier);
+  wait_until_ended([&] {
+    uint32_t ended;
+    GDN_TRY_WAIT(ended, "cta", address, parity);
+    return ended;
+  });
 }
 
 // --- pairs of CTAs ---------------------------------------------------------------------------------------------------------
@@ -131,19 +139,11 @@ __device__ __forceinline__ void barrier_arrive_peer(uint64_t* barrier) {
 // barrier_wait for what the other CTA's threads have arrived at.
 __device__ __forceinline__ void barrier_wait_peer(uint64_t* barrier, int parity) {
   const uint32_t address = shared_address(barrier);
-#ifdef GDN_SM90_DEBUG
-  for (int tries = 0; tries < 1 << 15; tries++) {
-#else
-  for (;;) {
-#endif
+  wait_until_ended([&] {
     uint32_t ended;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(ended)
-        : "r"(address), "r"(parity)
-        : "memory");
-    if (ended) return;
-  }
+    GDN_TRY_WAIT(ended, "cluster", address, parity);
+    return ended;
+  });
 }
 // From this CTA's shared memory to the other's, whose barrier of that name counts the bytes.
 __device__ __forceinline__ void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {

@@ -17,7 +17,7 @@
 //            L[i, m] and X[i, i] are what warp i has; X[m, j] comes by shared memory.
 //
 // Many chunks are not for this kernel, nor many heads: consumers and makers on one multiprocessor take more instructions than its caches next to the
-// schedulers hold, and wait for instructions most of the time (docs/performance_notes.md).
+// schedulers hold, and wait for instructions more than for anything else (docs/performance_notes.md).
 #include "../common/device.h"
 #include "sm90_chunk_steps.cuh"
 #include "sm90_state_steps.cuh"
@@ -57,8 +57,7 @@ struct Common {
   alignas(16) float diagonals[4 * kPitch];  // of L; then of the inverse, transposed
   uint4 inverse[3][2][32];                  // X[1, 0], X[2, 1], X[2, 0] transposed, as left operands
   alignas(16) Gates gates[2];
-  uint32_t words[2][kChunk];                // g and beta of a chunk, on their way
-  float scales[kChunk];                     // not used
+  float scales[kChunk];                     // of rows that are normalised: all 1, and not read
 };
 constexpr int kSharedBytes = 1024 + kCommonAt + int(sizeof(Common));
 static_assert(kSharedBytes <= 227 << 10, "shared memory of a multiprocessor");
