@@ -110,7 +110,10 @@ def one_launch(
         for rows in FUSED:
             times[Path(rows, 0, False, fused=True)] = _fused_time(seqs * heads * (HEAD // rows), longest, multiprocessors, rows, l2norm)
     if 2 * seqs * heads <= multiprocessors:
-        times[Path(HEAD // 2, 0, False, pairs=True)] = _pairs_time(seqs * heads, longest, multiprocessors, l2norm)
+        kinds = _kinds(-(-tokens // CHUNK), seqs, -(-max(1, longest) // CHUNK))
+        times[Path(HEAD // 2, 0, False, pairs=True)] = sum(
+            weight * _pairs_time(seqs * heads, max(length for _, length in kind), multiprocessors, l2norm) for weight, kind in kinds
+        )
     if not times:
         return None
     best = min(times, key=lambda path: times[path])
@@ -125,10 +128,10 @@ def _fused_time(units: int, longest: int, multiprocessors: int, rows: int, l2nor
     return LAUNCH + -(-units // multiprocessors) * (few + (more if longest > 16 else 0.0)) + busy + FUSED_NORM * l2norm
 
 
-def _pairs_time(units: int, longest: int, multiprocessors: int, l2norm: bool) -> float:
+def _pairs_time(units: int, chunks: int, multiprocessors: int, l2norm: bool) -> float:
     busy = 2 * units / multiprocessors
     fixed, chunk = (x + busy * y + l2norm * z for x, y, z in zip(PAIRS, PAIRS_BUSY, PAIRS_NORM))
-    return fixed + -(-max(1, longest) // CHUNK) * chunk
+    return fixed + chunks * chunk
 
 
 @functools.lru_cache(maxsize=4096)
