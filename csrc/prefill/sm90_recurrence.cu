@@ -370,6 +370,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
     if (kOutput && plan.staged && turn > 0) {  // the stage of the state, which others bring
       uint64_t* full = &common.full[filled % kStages];
       barrier_wait(&common.empty[filled % kStages], filled / kStages % 2 ^ 1);
+      __syncwarp();  // or a lane that has not seen this phase yet might miss it: the stage can come and go without this warp
       filled++;
       if (lane == 0) barrier_arrive(full);
     }

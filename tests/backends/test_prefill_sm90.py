@@ -182,6 +182,16 @@ def test_pairs_whatever_the_order(backend, monkeypatch):
         assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), state.view(torch.int32)), order
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_other_paths_whatever_the_order(backend, monkeypatch, way):
+    backend.forced_path = Way(*WAYS[way], False)
+    inputs = draw(F16, False)
+    output, pool = run(*inputs, False)
+    monkeypatch.setenv("EMULATED_ORDER", "5")  # in which a lane once missed a phase
+    again = run(*inputs, False)
+    assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), pool.view(torch.int32))
+
+
 def test_prefill_with_gates_anywhere(backend):
     """Those of four heads are loaded together where they lie side by side, and must be the same where they do not."""
     backend.forced_path = Way(*WAYS["half heads"], False)
