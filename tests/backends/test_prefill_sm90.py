@@ -185,7 +185,8 @@ def test_pairs_whatever_the_order(backend, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_other_paths_whatever_the_order(backend, monkeypatch, way):
     backend.forced_path = Way(*WAYS[way], False)
-    inputs = draw(F16, False)
+    q, k, *others = draw(F16, False)
+    inputs = q, moved(k, 3), *others
     output, pool = run(*inputs, False)
     monkeypatch.setenv("EMULATED_ORDER", "5")  # in which a lane once missed a phase
     again = run(*inputs, False)
