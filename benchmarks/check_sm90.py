@@ -34,7 +34,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SHORT = {BF16: "bf16", F16: "f16", F32: "f32", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FAILURES = []
 WORST = {}  # what `where` looked at: its largest error
-WHOLE, HALF = Path(128, 0, False), Path(64, 0, False)
+WHOLE, HALF, PAIRS = Path(128, 0, False), Path(64, 0, False), Path(64, 0, False, pairs=True)
 
 # csrc/prefill/sm90_workspace.cuh
 RECORD, TRIANGLE, GATES_AT, SCORES_AT, TILE = 11392, 5120, 5120, 5120 + 1152, 16384
@@ -258,7 +258,7 @@ STATE_LIMIT = {F32: 0, BF16: 2.5e-3, F16: 4e-4, torch.float8_e4m3fn: 3.5e-2, tor
 LENGTHS, PREFIXES = [300, 1, 0, 64, 130, 1000], [70, 64, 5, 0, 61, 128]
 PATHS = [Path(rows, segment, half) for segment in (0, 2, 4) for rows in (128, 64) for half in (False, True)]
 PATHS += [Path(rows, 0, False, fused=True) for rows in (128, 64, 32, 16)]
-PATHS += [Path(rows, 0, False, pairs=True) for rows in (128, 64)]
+PATHS += [PAIRS]
 
 
 def calls(backend) -> None:
@@ -351,8 +351,7 @@ def large(backend) -> None:
         want = make(lengths, heads, slow, initial_state=initial, final_state=torch.empty_like(initial), final_state_is_new=True)
         plain.prefill(want)
         first = None
-        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True), Path(64, 0, False, fused=True),
-                     Path(128, 0, False, pairs=True), Path(64, 0, False, pairs=True)):
+        for path in (WHOLE, HALF, Path(128, 8, False), Path(64, 32, False), Path(128, 0, True), Path(64, 0, False, fused=True), PAIRS):
             backend.forced_path = path
             final = torch.full_like(initial, float("nan"))
             for _ in range(2):
@@ -379,7 +378,7 @@ def accuracy(backend) -> None:
             initial = 0.25 * torch.randn(1, 8, 128, 128, device=DEVICE)
             final, cells, wanted = torch.empty_like(initial), [], None
             for path in (PORTABLE, WHOLE, Path(64, 16, False), Path(128, 0, True), Path(64, 16, True), Path(64, 0, False, fused=True),
-                         Path(128, 0, False, pairs=True)):
+                         PAIRS):
                 if (path.half or path.fused or path.pairs) and dtype == F16:
                     continue
                 backend.forced_path = path
@@ -485,8 +484,7 @@ def short(backend) -> None:
             ways = [("several", Path(*fastest(*shape), False), request)]
             if max(lengths) <= 64:
                 ways += [(f"fused {rows}", Path(rows, 0, False, fused=True), request) for rows in (128, 64, 32)]
-            pairs = Path(64, 0, False, pairs=True)
-            ways += [("pairs", pairs, request), ("pairs, model", pairs, model)]
+            ways += [("pairs", PAIRS, request), ("pairs, model", PAIRS, model)]
             cells = []
             for name, path, r in ways:
                 backend.forced_path = path

@@ -209,7 +209,7 @@ class CudaBackend(Backend):
         if path.fused:
             return f"{arch} one launch, {path.rows} V rows a CTA".strip()
         if path.pairs:
-            return f"{arch} wgmma path, one launch, a pair of CTAs a head"
+            return f"{arch} wgmma path, one launch, a pair of CTAs a head where the copy engine can take the tensors"
         split = f", sequences split every {path.segment} chunks" if path.segment else ""
         operands = ", fp16 operands" if path.half else ""
         return f"{arch} wgmma path, {path.rows} V rows a CTA{split}{operands}"

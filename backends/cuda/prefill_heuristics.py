@@ -71,7 +71,7 @@ class Path(NamedTuple):
     segment: int  #: chunks a segment; 0: sequences are not split
     half: bool  #: operands of products in fp16 although the inputs are bf16: three more bits (GDN_MULTI_PRECISE)
     fused: bool = False  #: the portable path in one launch, for short sequences; ``rows`` may be any multiple of 16 that divides V
-    pairs: bool = False  #: all in one kernel for sm_90a (csrc/prefill/sm90_pairs.cu), where tensors are ones that its copy engine can take
+    pairs: bool = False  #: one launch for sm_90a (csrc/prefill/sm90_pairs.cu); half heads where the copy engine cannot take a tensor
 
 
 PORTABLE = Path(0, 0, False)
@@ -95,7 +95,9 @@ def choose(request, capability: tuple[int, int], multiprocessors: int) -> Path:
     # With fp16 operands it has no range beyond theirs for states.
     if not must_split and not half and not request.batch_invariant and request.q.dtype == torch.bfloat16:
         shape = request.num_tokens, request.num_seqs, request.num_heads, request.max_seqlen, multiprocessors
-        return one_launch(*shape, request.use_qk_l2norm, may_split) or Path(rows, segment, half)
+        path = one_launch(*shape, request.use_qk_l2norm, may_split)
+        if path is not None:
+            return path
     return Path(rows, segment, half)
 
 

@@ -78,31 +78,30 @@ __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 #endif
-// Until ended() says so.
-template <class Ended>
-__device__ __forceinline__ void wait_until_ended(Ended&& ended) {
+// Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended. `by_peer`: what the other CTA's
+// threads have arrived at (pairs of CTAs, below).
+template <bool by_peer = false>
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  const uint32_t address = shared_address(barrier);
+#define GDN_TRY_WAIT(scope)                                                                                                            \
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire." scope ".shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n" \
+               : "=r"(ended)                                                                                                           \
+               : "r"(address), "r"(parity)                                                                                             \
+               : "memory")
 #ifdef GDN_SM90_DEBUG
   // Gives up: wrong results instead of a hang. No trap and no printf: either makes the assembler run wgmma one at a time.
   for (int tries = 0; tries < 1 << 15; tries++) {
 #else
   for (;;) {
 #endif
-    if (ended()) return;
-  }
-}
-#define GDN_TRY_WAIT(ended, scope, address, parity)                                                                                   \
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire." scope ".shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n" \
-               : "=r"(ended)                                                                                                           \
-               : "r"(address), "r"(parity)                                                                                             \
-               : "memory")
-// Until the phase of that parity has ended. A fresh barrier's phase before the first, parity 1, counts as ended.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
-  const uint32_t address = shared_address(barrier);
-  wait_until_ended([&] {
     uint32_t ended;
-    GDN_TRY_WAIT(ended, "cta", address, parity);
-    return ended;
-  });
+    if constexpr (by_peer)
+      GDN_TRY_WAIT("cluster");
+    else
+      GDN_TRY_WAIT("cta");
+    if (ended) return;
+  }
+#undef GDN_TRY_WAIT
 }
 
 // --- pairs of CTAs ---------------------------------------------------------------------------------------------------------
@@ -136,15 +135,6 @@ __device__ __forceinline__ uint32_t peers(const void* mine) {
 __device__ __forceinline__ void barrier_arrive_peer(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peers(barrier)) : "memory");
 }
-// barrier_wait for what the other CTA's threads have arrived at.
-__device__ __forceinline__ void barrier_wait_peer(uint64_t* barrier, int parity) {
-  const uint32_t address = shared_address(barrier);
-  wait_until_ended([&] {
-    uint32_t ended;
-    GDN_TRY_WAIT(ended, "cluster", address, parity);
-    return ended;
-  });
-}
 // From this CTA's shared memory to the other's, whose barrier of that name counts the bytes.
 __device__ __forceinline__ void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(peers(to)),
@@ -169,9 +159,9 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
       "l"(&map), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
       : "memory");
 }
-// The other way; bulk_stores_commit() behind the last, bulk_store_wait() before `from` may be written again.
+// The other way; `from` may be written again when bulk_store_wait has returned.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, int column, int head, int token, const void* from) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(column), "r"(head),
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\ncp.async.bulk.commit_group;" ::"l"(&map), "r"(column), "r"(head),
                "r"(token), "r"(shared_address(from))
                : "memory");
 }
@@ -187,7 +177,6 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // copy_async of what is read once: it leaves L2 before anything else does.
 __device__ __forceinline__ void copy_once(void* to, const void* from, bool valid) {

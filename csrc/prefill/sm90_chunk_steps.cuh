@@ -259,14 +259,32 @@ __device__ __forceinline__ void scale_columns(Block& x, const float* factors, in
   }
 }
 
-// Block (i, j) of a record's matrix; this lane's words of its four tiles.
+// This lane's words of a block's four tiles of 8x8.
 template <class M>
-__device__ __forceinline__ void store_block(char* matrix, int i, int j, const Block& x, int lane) {
-  auto* to = reinterpret_cast<uint32_t*>(matrix + strip_at(j) + (i - j) * 512) + lane;
+__device__ __forceinline__ void put_tiles(char* block, const Block& x, int lane) {
+  auto* to = reinterpret_cast<uint32_t*>(block) + lane;
 #pragma unroll
   for (int e = 0; e < 2; e++)
 #pragma unroll
     for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
+}
+// Block (i, j) of a record's matrix.
+template <class M>
+__device__ __forceinline__ void store_block(char* matrix, int i, int j, const Block& x, int lane) {
+  put_tiles<M>(matrix + strip_at(j) + (i - j) * 512, x, lane);
+}
+
+// The diagonal block of an inverse, from where it lies transposed; and what of it is below its diagonal.
+__device__ __forceinline__ void load_diagonal(Block& x, Block& below, const float* block) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int target = g + e / 2 * 8, source = 8 * h + 2 * q + e % 2;
+      x[h][e] = h == 1 && e < 2 ? 0.f : block[source * kStride + target];
+      below[h][e] = (h == 0 && e >= 2) || 2 * q + e % 2 < g ? x[h][e] : 0.f;
+    }
 }
 
 // Decays from token to token within this warp's 16: f(e, h, beta, decay) for targets g + 8 e, whose beta that is, and sources 8 h + 2 q and the next. Above the

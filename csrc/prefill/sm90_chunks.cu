@@ -199,14 +199,7 @@ __device__ __forceinline__ void make_coupling(char* record, const Gates& gates, 
     {
       Block x, below;
       const float* block = diagonals + i * kPitch;
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int target = g + e / 2 * 8, source = 8 * h + 2 * q + e % 2;
-          x[h][e] = h == 1 && e < 2 ? 0.f : block[source * kStride + target];
-          below[h][e] = h == 0 && e >= 2 || 2 * q + e % 2 < g ? x[h][e] : 0.f;
-        }
+      load_diagonal(x, below, block);
       store_block<M>(record, i, i, below, lane);  // without the identity
       if (i > 0) {
         scale_columns(x, gates.target, 16 * i, q);

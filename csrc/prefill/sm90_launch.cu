@@ -22,10 +22,10 @@
 namespace gdn {
 namespace {
 
-static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
-
-// The driver's function, looked up through the runtime: nothing here links the driver's library. Null if it knows no tensor maps.
-auto encoder() {
+// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses, or
+// knows no tensor maps. Its function is looked up through the runtime: nothing here links the driver's library.
+bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* found = nullptr;
@@ -34,17 +34,12 @@ auto encoder() {
     if (error != cudaSuccess) cudaGetLastError();  // or a later check would find it
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
   }();
-  return encode;
-}
-
-// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses.
-bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
-  if (encoder() == nullptr) return false;
+  if (encode == nullptr) return false;
   const cuuint64_t sizes[3] = {128, cuuint64_t(heads), cuuint64_t(tokens)}, strides[2] = {cuuint64_t(head_stride), cuuint64_t(token_stride)};
   const cuuint32_t box[3] = {64, 1, 64}, steps[3] = {1, 1, 1};
-  return encoder()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -164,10 +159,10 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   plan.path = path;
   plan.mapped = map_tiles(p, plan.maps);
   plan.raw = reads_in_place(p, path, plan.mapped);
-  const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;
+  const auto can_be_copied = [](const States& states) { return states.data == nullptr || (states.dtype == DType::f32 && states.aligned); };
   plan.staged = can_be_copied(p.initial) && can_be_copied(p.final);
   const auto wide = [](const void* data, const Strides3& stride, DType dtype) {
     const int size = dtype == DType::f32 ? 4 : 2;

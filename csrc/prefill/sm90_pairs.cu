@@ -107,10 +107,7 @@ __device__ __forceinline__ void bring(uint8_t* ring, Common& common, const Prefi
     const int from = unit.sequence.from(chunk), to = unit.sequence.to(chunk);
     barrier_wait(&common.values_freed[chunk % kTiles], parity_of(chunk, kTiles));
     if (from == 0 && to == kChunk) {
-      if (lane == 0) {
-        tensor_store(plan.output, v0, unit.head, int(token), values);
-        bulk_stores_commit();
-      }
+      if (lane == 0) tensor_store(plan.output, v0, unit.head, int(token), values);
     } else {
       // A box would write to other sequences' tokens too.
       uint16_t* output = static_cast<uint16_t*>(p.output) + token * p.output_stride.token + unit.head * p.output_stride.head + v0;
@@ -214,11 +211,7 @@ __device__ __forceinline__ char* block_at(char* matrix, int i, int j) { return m
 
 template <class M>
 __device__ __forceinline__ void put_block(char* matrix, int i, int j, const Block& x, int lane) {
-  auto* to = reinterpret_cast<uint32_t*>(block_at(matrix, i, j)) + lane;
-#pragma unroll
-  for (int e = 0; e < 2; e++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
+  put_tiles<M>(block_at(matrix, i, j), x, lane);
 }
 // The same of a block that is there transposed.
 template <class M>
@@ -327,14 +320,7 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
   Right diagonal;
   {
     Block x, below;
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int target = g + e / 2 * 8, source = 8 * h + 2 * q + e % 2;
-        x[h][e] = h == 1 && e < 2 ? 0.f : mine[source * kStride + target];
-        below[h][e] = (h == 0 && e >= 2) || 2 * q + e % 2 < g ? x[h][e] : 0.f;
-      }
+    load_diagonal(x, below, mine);
     put_block<T>(coupling, warp, warp, below, lane);  // without the identity
     diagonal = round_right(x);
   }
@@ -429,7 +415,7 @@ __device__ __forceinline__ void make(uint8_t* ring, uint8_t* matrices_ring, Comm
       barrier_arrive(&common.made[place]);
       barrier_arrive(&common.gates_empty[made % 2]);
       if (!unit.alone) {
-        barrier_wait_peer(&common.peer_ready[chunk / 2 % 2], parity_of(chunk / 2, 2));
+        barrier_wait<true>(&common.peer_ready[chunk / 2 % 2], parity_of(chunk / 2, 2));
         bulk_copy_peer(matrices, matrices, kMatricesBytes, &common.made[place]);
       }
     }

@@ -89,6 +89,7 @@ inline void barrier_arrive_copies(uint64_t* barrier) {
   emu::copy_wait(0);
   barrier_arrive(barrier);
 }
+template <bool = false>
 inline void barrier_wait(uint64_t* barrier, int parity) {
   auto& b = emu::memory_barrier(barrier);
   if (b.parity == parity) emu::wait(b.waiters, INT_MAX);
@@ -107,7 +108,6 @@ inline int pair_rank() { return emu::self->rank; }
 inline void pair_arrive() { emu::cluster_arrive(); }
 inline void pair_wait() { emu::cluster_wait(); }
 inline void barrier_arrive_peer(uint64_t* barrier) { barrier_arrive(peers(barrier)); }
-inline void barrier_wait_peer(uint64_t* barrier, int parity) { barrier_wait(barrier, parity); }
 // The copy engine's: at once, or late.
 inline void landed(uint64_t* barrier, int bytes) {
   auto& b = emu::memory_barrier(barrier);
@@ -174,7 +174,6 @@ inline void bulk_store(void* to, const void* from, int bytes) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | uintptr_t(bytes)) % 16) std::abort();
   emu::later(true, [=] { std::memcpy(to, from, bytes); });
 }
-inline void bulk_stores_commit() {}
 inline void bulk_store_wait() {
   for (size_t i = 0; i < emu::late.size();)
     if (emu::late[i].store && emu::late[i].by == emu::self) {
