@@ -37,7 +37,7 @@ WORST = {}  # what `where` looked at: its largest error
 WHOLE, HALF, PAIRS = Path(128, 0, False), Path(64, 0, False), Path(64, 0, False, pairs=True)
 
 # csrc/prefill/sm90_workspace.cuh
-RECORD, TRIANGLE, GATES_AT, SCORES_AT, TILE = 11392, 5120, 5120, 5120 + 1152, 16384
+RECORD, TRIANGLE, GATES_AT, SCORES_AT, TILE = 11264, 5120, 5120, 5120 + 1024, 16384
 
 
 def relative(x, y) -> float:
@@ -216,19 +216,21 @@ def stages(backend) -> None:
                 total = g[rows, h].log2().cumsum(0)
                 decay = torch.where(lower, (total[:, None] - total[None]).exp2(), 0.0)
                 b = beta[rows, h]
-                L = (b[:, None] * (kc @ kc.T) * decay).tril(-1)
+                L = ((kc @ kc.T) * decay * b).tril(-1)
                 coupling = torch.linalg.inv(torch.eye(64, device=DEVICE, dtype=torch.float64) + L).tril(-1)
-                scores = 128**-0.5 * (qc @ kc.T) * decay
+                scores = 128**-0.5 * (qc @ kc.T) * decay * b
                 record = records[c, h]
-                gates = record[GATES_AT : GATES_AT + 260 * 4].view(F32).double()
-                gamma, tail = total.exp2(), (total[-1] - total).exp2()
-                want = torch.cat([b, b * gamma, 128**-0.5 * gamma, tail, gamma[-1:]])
-                fine &= where(f"chunk {c} head {h} gates", gates[:257], want, 1e-5)
+                floats = record[GATES_AT : GATES_AT + 244 * 4].view(F32).double()
+                arrays = floats[:240].view(3, 4, 20)[..., :16].reshape(3, 4, 8, 2).transpose(1, 2).flatten()
+                gates = torch.cat([arrays, floats[240:241]])
+                gamma, tail = total.exp2(), b * (total[-1] - total).exp2()
+                want = torch.cat([gamma, 128**-0.5 * gamma, tail, gamma[-1:]])
+                fine &= where(f"chunk {c} head {h} gates", gates, want, 1e-5)
                 fine &= where(f"chunk {c} head {h} coupling", triangle(record[:TRIANGLE], operand), coupling, 2 * eps)
                 fine &= where(f"chunk {c} head {h} scores", triangle(record[SCORES_AT:], operand), scores, 2 * eps)
                 s = state[h]
-                y = b[:, None] * (v[rows, h] - gamma[:, None] * (kc @ s.T))
-                u = y + coupling @ y
+                z = v[rows, h] - gamma[:, None] * (kc @ s.T)
+                u = z + coupling @ z
                 outputs[rows, h] = 128**-0.5 * gamma[:, None] * (qc @ s.T) + scores @ u
                 new.append(gamma[-1] * s + (tail[:, None] * u).T @ kc)
             state = torch.stack(new)

@@ -103,6 +103,15 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   }
 #undef GDN_TRY_WAIT
 }
+// Whether it has ended.
+__device__ __forceinline__ uint32_t barrier_ended(uint64_t* barrier, int parity) {
+  uint32_t ended;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+               : "=r"(ended)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return ended;
+}
 
 // --- pairs of CTAs ---------------------------------------------------------------------------------------------------------
 // Two CTAs that run at the same time and reach each other's shared memory. What the other has of the same name is at the same address there.
@@ -238,6 +247,11 @@ __device__ __forceinline__ float load_shared(const float* from) {
 __device__ __forceinline__ float2 load_shared(const float2* from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared_address(from)) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_shared(const float4* from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared_address(from)) : "memory");
   return x;
 }
 

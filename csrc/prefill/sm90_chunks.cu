@@ -85,17 +85,16 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
     const float sum = gates.sum[t], beta = gates.beta[t];
     const float k_scale = scaled ? rows.k_scale[t] : 1.f, q_scale = scaled ? rows.q_scale[t] : 1.f;
     gamma = gates.zeros[t] == 0 ? exp2f(sum) : 0.f;
-    out[kBeta * kChunk + t] = beta;
-    out[kBetaGamma * kChunk + t] = beta * gamma * k_scale;
-    out[kScaleGamma * kChunk + t] = scale * gamma * q_scale;
-    out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * k_scale : 0.f;
+    out[gate_at(kGamma, t)] = gamma * k_scale;
+    out[gate_at(kScaleGamma, t)] = scale * gamma * q_scale;
+    out[gate_at(kTail, t)] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * beta * k_scale : 0.f;
     // A token's transition alpha (I - beta k k^T) has the norm alpha max(1, |1 - beta |k|^2|).
     if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * rows.squares[t])));
   }
   if (bound)
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) log_bound += __shfl_xor_sync(0xffffffffu, log_bound, offset);
-  if (lane == 31) *reinterpret_cast<float2*>(out + kEnd * kChunk) = make_float2(gamma, last - 300.f * zeros_last + log_bound);
+  if (lane == 31) *reinterpret_cast<float2*>(out + kEnd) = make_float2(gamma, last - 300.f * zeros_last + log_bound);
 }
 
 // This lane's pieces on their way to shared memory. Rows that are no tokens are zeros. `again`: the recurrence may read them too.
@@ -202,7 +201,7 @@ __device__ __forceinline__ void make_coupling(char* record, const Gates& gates, 
       load_diagonal(x, below, block);
       store_block<M>(record, i, i, below, lane);  // without the identity
       if (i > 0) {
-        scale_columns(x, gates.target, 16 * i, q);
+        scale_columns(x, gates.before, 16 * i, q);
         row[i] = round_left(x);
       }
       if (i < 3) {
@@ -235,7 +234,7 @@ __device__ __forceinline__ void make_coupling(char* record, const Gates& gates, 
       multiply<true>(x, round_left(sum), transposed[j]);
       store_block<M>(record, i, j, x, lane);
       if (j > 0) {
-        scale_columns(x, gates.target, 16 * j, q);
+        scale_columns(x, gates.before, 16 * j, q);
         row[j] = round_left(x);
       }
     }
@@ -419,8 +418,8 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
     for (int h = 0; h < plan.heads_a_block; h++) {
       float* lower = lower_place(diagonals + h * kDiagonals, warp);
       Block scores = {};
-      each_decay(gates[h], warp, [&](int e, int half, float beta, const float(&decay)[2]) {
-        put_lower(lower, keys, e, half, beta, decay);
+      each_decay(gates[h], warp, [&](int e, int half, const float(&decay)[2]) {
+        put_lower(lower, keys, e, half, decay);
         set_scores(scores, queries, e, half, decay);
       });
       store_block<M>(plan.record(slot, first_head + h) + kScoresAt, warp, warp, scores, lane);

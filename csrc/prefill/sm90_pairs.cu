@@ -197,12 +197,11 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, floa
   const int zeros = gates.zeros[t], zeros_last = gates.zeros[kChunk - 1];
   const float gamma = zeros == 0 ? exp2f(sum) : 0.f;
   if (lane < 16) {
-    out[kBeta * kChunk + t] = beta;
-    out[kBetaGamma * kChunk + t] = beta * gamma;
-    if (t == kChunk - 1) out[kEnd * kChunk] = gamma;
+    out[gate_at(kGamma, t)] = gamma;
+    if (t == kChunk - 1) out[kEnd] = gamma;
   } else {
-    out[kScaleGamma * kChunk + t] = scale * gamma;
-    out[kTail * kChunk + t] = zeros == zeros_last ? exp2f(last - sum) : 0.f;
+    out[gate_at(kScaleGamma, t)] = scale * gamma;
+    out[gate_at(kTail, t)] = zeros == zeros_last ? exp2f(last - sum) * beta : 0.f;
   }
 }
 
@@ -301,8 +300,8 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
     Block keys;
     select_block(keys, kk, warp);
     float* place = lower_place(common.diagonals, warp);
-    each_decay(gates, warp, [&](int e, int h, float beta, const float(&decay)[2]) { put_lower(place, keys, e, h, beta, decay); });
-    float by[2] = {-gates.target[16 * warp + g], -gates.target[16 * warp + g + 8]};
+    each_decay(gates, warp, [&](int e, int h, const float(&decay)[2]) { put_lower(place, keys, e, h, decay); });
+    float by[2] = {-gates.before[16 * warp + g], -gates.before[16 * warp + g + 8]};
     each_left_block(
         [&](int j, const Block& x) {
           const Right y = round_right(x);
@@ -333,7 +332,7 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
       for (int i = 0; i < 4; i++) qk[n][i] *= scale;
     Block queries, x = {};
     select_block(queries, qk, warp);
-    each_decay(gates, warp, [&](int e, int h, float, const float(&decay)[2]) { set_scores(x, queries, e, h, decay); });
+    each_decay(gates, warp, [&](int e, int h, const float(&decay)[2]) { set_scores(x, queries, e, h, decay); });
     put_block<T>(scores, warp, warp, x, lane);
     float by[2] = {gates.before[16 * warp + g], gates.before[16 * warp + g + 8]};
     each_left_block([&](int j, const Block& x) { put_block<T>(scores, warp, j, x, lane); }, gates, qk, by, warp);
@@ -468,7 +467,7 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
     float x[8][4], o[8][4];
     uint32_t v[16];
     wait(0);
-    begin_x<T>(x, operand, operands(0).k_columns);
+    begin_x<T>(x, operand, operands(0).k_columns, [](int) {});
     load_v(v, ring + v_at);
     multiply_wait<0>();
     pin(x);
@@ -476,14 +475,17 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
     for (int chunk = 0, left = unit.chunks; left > 0; chunk++, left--) {
       uint8_t* tiles = tiles_of(chunk);
       const uint8_t* matrices = matrices_ring + chunk % kMatrices * kMatricesBytes;
-      advance<T, T, true>(s, x, o, v, operand, factor, reinterpret_cast<const float*>(matrices + kGatesIn), operands(chunk), lane);
+      const auto* gates = reinterpret_cast<const float*>(matrices + kGatesIn);
+      float2 gamma[8];
+      load_gates<true>(gamma, gates, kGamma, lane);
+      advance<T, T, true, true>(s, x, o, v, gamma, operand, factor, gates, operands(chunk), lane, [] {});
       round_state<T>(operand, s, factor);
       // The last chunk has no successor: what it multiplies instead is not used.
       const Tiles next = operands(left > 1 ? chunk + 1 : chunk);
       // Products with q and k are done: the makers may be waiting for more of these.
       warp_arrive(&common.keys_freed[chunk % kTiles]);
       if (left > 1) wait(chunk + 1);
-      begin_x<T>(x, operand, next.k_columns);
+      begin_x<T>(x, operand, next.k_columns, [](int) {});
       multiply_wait<1>();
       pin(o);
       uint32_t rounded[16];

@@ -223,7 +223,7 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
   const int lane = threadIdx.x % 32;
   const auto bound_of = [&](int64_t c) {
     if (c < work.begin) return 0.f;
-    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd * kChunk + 1];
+    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd + 1];
   };
   float sum = 0.f;
   for (int64_t c = work.end - 1 - lane; c >= work.begin; c -= 32) sum += fmaxf(bound_of(c), 0.f);
@@ -515,14 +515,18 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
   }
 }
 
+// Where a lane's 16-byte pieces of V, and later of the output, are: of row 0 of the 16 tokens j, so many rows further on each.
+template <int kGroups>
+__device__ __forceinline__ int v_place(int warp, int lane) {
+  return Stage<kGroups>::v + v_at<kGroups>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+}
 // V^T as accumulators are, two tokens a word. A V of zeros is not read.
 template <int kGroups>
-__device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, bool with_v, int warp, int lane) {
-  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+__device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* from, bool with_v) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     uint32_t tiles[4] = {0, 0, 0, 0};
-    if (with_v) load_tiles_transposed(tiles, stage + Stage<kGroups>::v + v_at<kGroups>(16 * j + row, piece));
+    if (with_v) load_tiles_transposed(tiles, from + v_at<kGroups>(16 * j, 0));
 #pragma unroll
     for (int i = 0; i < 4; i++) v[4 * j + i] = tiles[i];
   }
@@ -531,12 +535,11 @@ __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* stage, 
 // A chunk's outputs, O^T rounded, into the stage's V tile: a warp has read its columns of V when it has outputs, and no other
 // consumer reads or writes them.
 template <int kGroups>
-__device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* v_tile, int warp, int lane) {
-  const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+__device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* to) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const uint32_t tiles[4] = {o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
-    store_tiles_transposed(v_tile + v_at<kGroups>(16 * j + row, piece), tiles);
+    store_tiles_transposed(to + v_at<kGroups>(16 * j, 0), tiles);
   }
 }
 
@@ -562,10 +565,16 @@ __device__ __forceinline__ void exchange(float (&s)[16][4], uint8_t* rows, int r
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Few counters, from which places and parities are calculated: registers are short.
-  uint32_t done = 0, units_done = 0;
-  const auto stage_of = [&](uint32_t chunk) { return stages + chunk % kStages * Stage<kGroups>::bytes; };
-  const auto wait_full = [&](uint32_t chunk) { barrier_wait(&common.full[chunk % kStages], chunk / kStages % 2); };
+  using S = Stage<kGroups>;
+  constexpr bool kRoomy = kGroups == 1;  // with registers to spare
+  const int v_at = unhoisted(v_place<kGroups>(warp, lane));
+  const bool wide = checkpoint_rows(p).wide;
+  uint32_t units_done = 0;
+  // Of the ring of stages, the next, and the parity of its barriers.
+  int number = 0, parity = 0;
+  const auto step = [&] {
+    if (++number == kStages) number = 0, parity ^= 1;
+  };
   // The state, and what its rows were multiplied with (kBounded).
   float s[16][4], factor[2] = {1.f, 1.f};
   // Where this warp's rows of head and row begin.
@@ -602,11 +611,11 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     const bool transition = !kOutput && work.transition;
     if (staged) {
       const bool comes = !work.first || (p.initial.data != nullptr && sequence.read >= 0);
-      uint8_t* rows = stage_of(done) + 16 * unhoisted(warp) * Stage<kGroups>::state_row;
-      wait_full(done);
-      exchange(s, rows, Stage<kGroups>::state_row, comes, leaves, lane);
-      warp_arrive(&common.exchanged[done % kStages]);
-      done++;
+      uint8_t* rows = stages + number * S::bytes + 16 * unhoisted(warp) * S::state_row;
+      barrier_wait(&common.full[number], parity);
+      exchange(s, rows, S::state_row, comes, leaves, lane);
+      warp_arrive(&common.exchanged[number]);
+      step();
     } else {
 #pragma unroll
       for (int n = 0; n < 16; n++)
@@ -639,45 +648,71 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     int left = int(work.end - work.begin);
     float x[8][4], o[8][4];
     uint32_t v[16];
+    float2 gamma[8];
+    const auto load = [&] {
+      const uint8_t* stage = stages + number * S::bytes;
+      load_v<kGroups>(v, stage + v_at, !transition);
+      if (kRoomy) load_gates<kRoomy>(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+    };
     if (left > 0) {
-      wait_full(done);
-      begin_x<M>(x, operand, Tiles(stages, int(done % kStages) * Stage<kGroups>::bytes).k_columns);
-      load_v<kGroups>(v, stage_of(done), !transition, warp, lane);
+      barrier_wait(&common.full[number], parity);
+      load();
+      begin_x<M>(x, operand, Tiles(stages, number * S::bytes).k_columns, [](int) {});
       multiply_wait<0>();
       pin(x);
     }
     // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
-    for (; left > 0; left--, done++) {
-      uint8_t* stage = stage_of(done);
-      advance<T, M, kOutput>(s, x, o, v, operand, factor, reinterpret_cast<const float*>(stage + Stage<kGroups>::gates), Tiles(stages, int(done % kStages) * Stage<kGroups>::bytes), lane);
-      const float factor_of_o[2] = {factor[0], factor[1]};
-      round_state<M>(operand, s, factor);
-      // The last chunk has no successor: what it multiplies instead is not used.
-      const Tiles next(stages, int((left > 1 ? done + 1 : done) % kStages) * Stage<kGroups>::bytes);
-      if (left > 1) wait_full(done + 1);
-      begin_x<M>(x, operand, next.k_columns);
-      if constexpr (kOutput) {
-        multiply_wait<1>();
-        pin(o);
-        if (kBounded<M> && !is_one(factor_of_o)) {
-          const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
-          multiply_rows(o, back);
+    while (left > 0) {
+      bool page_ends = false;
+      int64_t page = 0;
+      do {
+        const int mine = number;
+        uint8_t* stage = stages + mine * S::bytes;
+        step();
+        // Whether what comes next is there already; a warp together, by the time that this is wanted.
+        const uint32_t there = kRoomy && left > 1 ? barrier_ended(&common.full[number], parity) : 0;
+        bool loaded = false;
+        if (!kRoomy) load_gates<kRoomy>(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+        advance<T, M, kOutput, kRoomy>(s, x, o, v, gamma, operand, factor, reinterpret_cast<const float*>(stage + S::gates), Tiles(stages, mine * S::bytes), lane, [&] {
+          loaded = kRoomy && __ballot_sync(0xffffffffu, there != 0) == 0xffffffffu;
+          if (loaded) load();
+        });
+        const float factor_of_o[2] = {factor[0], factor[1]};
+        round_state<M>(operand, s, factor);
+        // The last chunk has no successor: what it multiplies instead is not used. What the next begins with is loaded before the products, which would
+        // hold it up.
+        if (left > 1 && !loaded) {
+          barrier_wait(&common.full[number], parity);
+          load();
         }
-        uint32_t rounded[16];
-        to_operand<T>(rounded, o);
-        put_output<kGroups>(rounded, stage + Stage<kGroups>::v, kBounded<M> ? unhoisted(warp) : warp, lane);
-      }
-      int64_t page = -1;
-      if constexpr (kOutput) page = common.page[done % kStages];  // here, so that the wait below hides its latency
-      warp_arrive(&common.empty[done % kStages]);
-      if (left > 1) load_v<kGroups>(v, stage_of(done + 1), !transition, warp, lane);
-      multiply_wait<0>();
-      pin(x);
+        const Tiles next(stages, (left > 1 ? number : mine) * S::bytes);
+        if constexpr (kOutput) {
+          multiply_wait<0>();
+          pin(o);
+          if (kBounded<M> && !is_one(factor_of_o)) {
+            const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
+            multiply_rows(o, back);
+          }
+          uint32_t rounded[16];
+          begin_x<M>(x, operand, next.k_columns, [&](int n) {
+            rounded[2 * n] = Pair<T>::pack(o[n][0], o[n][1]), rounded[2 * n + 1] = Pair<T>::pack(o[n][2], o[n][3]);
+          });
+          put_output<kGroups>(rounded, stage + v_at);
+        } else {
+          begin_x<M>(x, operand, next.k_columns, [](int) {});
+        }
+        if constexpr (kOutput) page = *reinterpret_cast<const volatile int64_t*>(&common.page[mine]);  // here, so that the wait below hides its latency
+        warp_arrive(&common.empty[mine]);
+        multiply_wait<0>();
+        pin(x);
+        left--;
+        // Outside the loop, whose instructions follow one another.
+        if constexpr (kOutput) page_ends = (wide ? int(page >> 32) : int(page)) >= 0;
+      } while (kRoomy && left > 0 && !page_ends);
       if constexpr (kOutput) {
-        const int64_t at = checkpoint_rows(p).wide ? page : int64_t(int32_t(page));
-        if (at >= 0) {
+        if (page_ends) {
           true_values();
-          store_states(s, p.checkpoints, place(p.checkpoints, work, at));
+          store_states(s, p.checkpoints, place(p.checkpoints, work, wide ? page : int64_t(int(page))));
           if (kBounded<M>) multiply_rows(s, factor);
         }
       }
@@ -718,12 +753,14 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
   __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
+    if constexpr (kGroups == 1) registers_down<152>();
     if (threadIdx.x < 128 * kGroups + 32)
       bring<kGroups, kOutput, std::is_same_v<T, M>>(stages, common, p, plan, units);
     else
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {
     if constexpr (kGroups == 2) registers_up<(kOutput ? 216 : 200)>();
+    if constexpr (kGroups == 1) registers_down<248>();
     if (!kOutput) wait_for_previous();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
   }

@@ -19,13 +19,13 @@ __device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x
   for (int n = 0; n < N; n++) a[2 * n] = Pair<M>::pack(x[n][0], x[n][1]), a[2 * n + 1] = Pair<M>::pack(x[n][2], x[n][3]);
 }
 
-// fp16 ends at 65504, and what passes through it here, S and Y and U, has no bound. So a V row is kept by a power of two below
+// fp16 ends at 65504, and what passes through it here, S and Z and U, has no bound. So a V row is kept by a power of two below
 // its true values where it would grow too large: the recurrence is linear in a row's V and state. `factor` is that of the two
 // rows of this lane. bf16 has float32's range and needs none of this.
 template <class M>
 constexpr bool kBounded = std::is_same_v<M, __half>;
 
-// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Y below that, U
+// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Z below that, U
 // stays in range: a row of the inverse adds up 64 values.)
 template <int N>
 __device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
@@ -96,15 +96,19 @@ struct Tiles {
         scores(coupling + kFullBytes) {}
 };
 
-// Products begin here and end where their results are wanted. X^T = S K^T.
-template <class M>
-__device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns) {
+// Products begin here and end where their results are wanted. X^T = S K^T. A warp issues these no faster than the tensor cores take them, so there
+// is time for something else between: between(k), of 8.
+template <class M, class F>
+__device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns, F&& between) {
   multiply_fence();
 #pragma unroll
-  for (int k = 0; k < 8; k++) multiply_k_major<M>(x, operand + 4 * k, k_columns + columns_at(k), k > 0);
+  for (int k = 0; k < 8; k++) {
+    multiply_k_major<M>(x, operand + 4 * k, k_columns + columns_at(k), k > 0);
+    between(k);
+  }
   multiply_commit();
 }
-// Half of S Q^T: the tensor cores have it to do while Y is made, and the other half while U becomes an operand.
+// Half of S Q^T: the tensor cores have it to do while Z is made, and the other half while U becomes an operand.
 template <class M>
 __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&operand)[32], const Description& q_columns, int half) {
   multiply_fence();
@@ -114,37 +118,50 @@ __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&opera
   multiply_commit();
 }
 
-// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M. What comes from shared memory
-// is loaded before the wait for the product that it is combined with.
-template <class T, class M, bool kOutput>
-__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], uint32_t (&operand)[32],
-                                        float (&factor)[2], const float* all_gates, const Tiles& tiles, int lane) {
-  const auto* gates = all_gates + 2 * (lane % 4);
-  const auto gate = [&](int array, int n) { return load_shared(reinterpret_cast<const float2*>(gates + array * kChunk + 8 * n)); };
+// A chunk's gates of one array: of tokens 8 n + 2 (lane % 4) and the next. Four a load costs time where registers are short: the compiler moves others
+// about to have four side by side.
+template <bool kRoomy>
+__device__ __forceinline__ void load_gates(float2 (&to)[8], const float* gates, int array, int lane) {
+  const float* from = gates + array * kGateArray + lane % 4 * kGatePart;
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    if constexpr (kRoomy) {
+      const float4 four = load_shared(reinterpret_cast<const float4*>(from + 2 * n));
+      to[n] = make_float2(four.x, four.y), to[n + 1] = make_float2(four.z, four.w);
+    } else {
+      to[n] = load_shared(reinterpret_cast<const float2*>(from + 2 * n)), to[n + 1] = load_shared(reinterpret_cast<const float2*>(from + 2 * n + 2));
+    }
+  }
+}
 
-  // Y^T = beta (V^T - gamma X^T)
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` the chunk's. What comes from shared memory
+// is loaded before products are issued: these go through the same queue, and it would wait behind them until the tensor cores take them. meanwhile() is
+// called while the new state is under way.
+template <class T, class M, bool kOutput, bool kRoomy, class F>
+__device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], const float2 (&gamma)[8],
+                                        uint32_t (&operand)[32], float (&factor)[2], const float* gates, const Tiles& tiles, int lane, F&& meanwhile) {
+  // Z^T = V^T - gamma X^T
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
-  uint32_t y[16];  // as to_operand has it
-  const auto make_y = [&](float above, float below) {
+  uint32_t z[16];  // as to_operand has it
+  const auto make_z = [&](float above, float below) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      const float2 beta = gate(kBeta, n), beta_gamma = gate(kBetaGamma, n);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 value = Pair<T>::unpack(v[2 * n + i]);
         const float by = i == 0 ? above : below;
-        x[n][2 * i] = beta.x * (value.x * by) - beta_gamma.x * x[n][2 * i];
-        x[n][2 * i + 1] = beta.y * (value.y * by) - beta_gamma.y * x[n][2 * i + 1];
-        y[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
+        x[n][2 * i] = value.x * by - gamma[n].x * x[n][2 * i];
+        x[n][2 * i + 1] = value.y * by - gamma[n].y * x[n][2 * i + 1];
+        z[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
       }
     }
   };
   if constexpr (kBounded<M>) {
     if (__ballot_sync(0xffffffffu, is_one(factor)) == 0xffffffffu)
-      make_y(1.f, 1.f);
+      make_z(1.f, 1.f);
     else
-      make_y(factor[0], factor[1]);
-    if (too_large(y)) {
+      make_z(factor[0], factor[1]);
+    if (too_large(z)) {
       // The rows' state shrinks, and of S Q^T what there is already; the rest of it from a smaller state too.
       multiply_wait<0>();
       if constexpr (kOutput) pin(o);
@@ -154,27 +171,21 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
       multiply_rows(s, by);
       if constexpr (kOutput) multiply_rows(o, by);
       factor[0] *= by[0], factor[1] *= by[1];
-      to_operand<M>(y, x);
+      to_operand<M>(z, x);
       to_operand<M>(operand, s);
     }
   } else {
-    make_y(1.f, 1.f);
+    make_z(1.f, 1.f);
   }
 
-  // What is wanted soon is loaded before products are issued: these go through the same queue, and it would wait behind them
-  // until the tensor cores take them.
-  const float end = load_shared(all_gates + kEnd * kChunk);
+  const float end = load_shared(gates + kEnd);
   float2 tail[8], scale[8];
-  const auto load_gates = [&](float2 (&to)[8], int array) {
-#pragma unroll
-    for (int n = 0; n < 8; n++) to[n] = gate(array, n);
-  };
-  load_gates(tail, kTail);
+  load_gates<kRoomy>(tail, gates, kTail, lane);
 
-  // U^T = Y^T + Y^T coupling^T, the identity's part in float32
+  // U^T = Z^T + Z^T coupling^T, the identity's part in float32
   multiply_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, y + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
+  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, z + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
   multiply_commit();
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
   // Meanwhile the decay of S.
@@ -186,14 +197,14 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
   multiply_wait<kOutput ? 1 : 0>();
   pin(x);
 
-  // S = gamma_64 S + (tail U^T) K
+  // S = gamma_64 S + (beta tail U^T) K
   uint32_t tail_u[16];
 #pragma unroll
   for (int n = 0; n < 8; n++) {
     tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
     tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
   }
-  if constexpr (kOutput) load_gates(scale, kScaleGamma);
+  if constexpr (kOutput) load_gates<kRoomy>(scale, gates, kScaleGamma, lane);
   multiply_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);
@@ -207,6 +218,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     pin(o);
 #pragma unroll
     for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
+    meanwhile();
     multiply_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);

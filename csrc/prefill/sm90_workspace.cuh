@@ -6,8 +6,8 @@
 //            (Plan::raw). Norms, or other factors of rows, are in the gates and products.
 //   record   of a state head: coupling, gates, scores. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
 //            16 k + 15, the target tokens from 16 k on, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
-//            lies above the diagonal is not stored. Gates: beta, beta * gamma, scale * gamma, tail [64 each], the latter three
-//            times the factors of their rows of k, q, k; the decay over the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
+//            lies above the diagonal is not stored. Gates: gamma, scale * gamma, beta * tail [64 each], times the factors of their
+//            rows of k, q, k; the decay over the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
 #pragma once
 #include "../common/tensor_map.h"
 #include "workspace.h"
@@ -29,12 +29,17 @@ constexpr int kTileBytes = kChunk * kHead * 2;      // of q, k
 // Where columns 16 k.. of a tile's image begin, as an operand whose rows are the tile's.
 __host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
 constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lies above the diagonal
-constexpr int kGateFloats = 4 * kChunk + 4;
-enum GateArray { kBeta, kBetaGamma, kScaleGamma, kTail, kEnd };  // kEnd: [0] the decay, [1] the bound
+// Of an array of gates, what the lanes of one column pair of accumulators want lies together: tokens 2 q and 2 q + 1 of every eight. Parts begin in
+// different banks.
+constexpr int kGatePart = kChunk / 4 + 4, kGateArray = 4 * kGatePart;
+enum GateArrays { kGamma, kScaleGamma, kTail };
+constexpr int kEnd = 3 * kGateArray;  // [0] the decay, [1] the bound
+constexpr int kGateFloats = kEnd + 4;
+__host__ __device__ constexpr int gate_at(int array, int t) { return array * kGateArray + t % 8 / 2 * kGatePart + t / 8 * 2 + t % 2; }
 constexpr int kGatesAt = kTriangleBytes;
-constexpr int kScoresAt = kGatesAt + 1152;          // a multiple of 128
+constexpr int kScoresAt = kGatesAt + 1024;          // a multiple of 128
 constexpr int kRecordBytes = kScoresAt + kTriangleBytes;
-static_assert(kGateFloats * 4 <= 1152 && kRecordBytes % 128 == 0, "layout");
+static_assert(kGateFloats * 4 <= 1024 && kRecordBytes % 128 == 0, "layout");
 
 // Where the strip of source tokens 16 k.. begins: in the triangle, and in the full matrix [64, 64] in shared memory, whose
 // strips have all 64 targets.

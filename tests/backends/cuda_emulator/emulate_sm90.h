@@ -98,6 +98,7 @@ inline void barrier_wait(uint64_t* barrier, int parity) {
     std::abort();
   }
 }
+inline uint32_t barrier_ended(uint64_t* barrier, int parity) { return emu::memory_barrier(barrier).parity != parity; }
 
 // The other CTA's, of the same name.
 template <class T>
