@@ -249,11 +249,6 @@ __device__ __forceinline__ float2 load_shared(const float2* from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared_address(from)) : "memory");
   return x;
 }
-__device__ __forceinline__ float4 load_shared(const float4* from) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared_address(from)) : "memory");
-  return x;
-}
 
 // --- 8x8 tiles, from registers to shared memory, turned: rows of the tiles in memory are columns of the registers' -------
 

@@ -85,16 +85,17 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
     const float sum = gates.sum[t], beta = gates.beta[t];
     const float k_scale = scaled ? rows.k_scale[t] : 1.f, q_scale = scaled ? rows.q_scale[t] : 1.f;
     gamma = gates.zeros[t] == 0 ? exp2f(sum) : 0.f;
-    out[gate_at(kGamma, t)] = gamma * k_scale;
-    out[gate_at(kScaleGamma, t)] = scale * gamma * q_scale;
-    out[gate_at(kTail, t)] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * beta * k_scale : 0.f;
+    out[kGamma * kChunk + t] = gamma * k_scale;
+    out[kScaleGamma * kChunk + t] = scale * gamma * q_scale;
+    out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * beta * k_scale : 0.f;
     // A token's transition alpha (I - beta k k^T) has the norm alpha max(1, |1 - beta |k|^2|).
     if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * rows.squares[t])));
   }
   if (bound)
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) log_bound += __shfl_xor_sync(0xffffffffu, log_bound, offset);
-  if (lane == 31) *reinterpret_cast<float2*>(out + kEnd) = make_float2(gamma, last - 300.f * zeros_last + log_bound);
+  gamma = __shfl_sync(0xffffffffu, gamma, 31);
+  if (lane < 4) reinterpret_cast<float2*>(out + kOfChunk * kChunk)[lane] = make_float2(gamma, last - 300.f * zeros_last + log_bound);
 }
 
 // This lane's pieces on their way to shared memory. Rows that are no tokens are zeros. `again`: the recurrence may read them too.

@@ -197,11 +197,12 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, floa
   const int zeros = gates.zeros[t], zeros_last = gates.zeros[kChunk - 1];
   const float gamma = zeros == 0 ? exp2f(sum) : 0.f;
   if (lane < 16) {
-    out[gate_at(kGamma, t)] = gamma;
-    if (t == kChunk - 1) out[kEnd] = gamma;
+    out[kGamma * kChunk + t] = gamma;
+    if (t == kChunk - 1)
+      for (int i = 0; i < 4; i++) out[kOfChunk * kChunk + 2 * i] = gamma;
   } else {
-    out[gate_at(kScaleGamma, t)] = scale * gamma;
-    out[gate_at(kTail, t)] = zeros == zeros_last ? exp2f(last - sum) * beta : 0.f;
+    out[kScaleGamma * kChunk + t] = scale * gamma;
+    out[kTail * kChunk + t] = zeros == zeros_last ? exp2f(last - sum) * beta : 0.f;
   }
 }
 
@@ -477,8 +478,8 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
       const uint8_t* matrices = matrices_ring + chunk % kMatrices * kMatricesBytes;
       const auto* gates = reinterpret_cast<const float*>(matrices + kGatesIn);
       float2 gamma[8];
-      load_gates<true>(gamma, gates, kGamma, lane);
-      advance<T, T, true, true>(s, x, o, v, gamma, operand, factor, gates, operands(chunk), lane, [] {});
+      load_gates(gamma, gates, kGamma, lane);
+      advance<T, T, true>(s, x, o, v, gamma, operand, factor, gates, operands(chunk), lane, [] {});
       round_state<T>(operand, s, factor);
       // The last chunk has no successor: what it multiplies instead is not used.
       const Tiles next = operands(left > 1 ? chunk + 1 : chunk);

@@ -223,7 +223,7 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
   const int lane = threadIdx.x % 32;
   const auto bound_of = [&](int64_t c) {
     if (c < work.begin) return 0.f;
-    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kEnd + 1];
+    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kOfChunk * kChunk + 1];
   };
   float sum = 0.f;
   for (int64_t c = work.end - 1 - lane; c >= work.begin; c -= 32) sum += fmaxf(bound_of(c), 0.f);
@@ -566,7 +566,7 @@ template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   using S = Stage<kGroups>;
-  constexpr bool kRoomy = kGroups == 1;  // with registers to spare
+  constexpr bool kRoomy = kGroups == 1;  // with registers for what the next chunk begins with
   const int v_at = unhoisted(v_place<kGroups>(warp, lane));
   const bool wide = checkpoint_rows(p).wide;
   uint32_t units_done = 0;
@@ -652,7 +652,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     const auto load = [&] {
       const uint8_t* stage = stages + number * S::bytes;
       load_v<kGroups>(v, stage + v_at, !transition);
-      if (kRoomy) load_gates<kRoomy>(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+      if (kRoomy) load_gates(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
     };
     if (left > 0) {
       barrier_wait(&common.full[number], parity);
@@ -662,57 +662,52 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       pin(x);
     }
     // A turn of the loop goes from one X to the next, so that no product is under way when it begins.
-    while (left > 0) {
-      bool page_ends = false;
-      int64_t page = 0;
-      do {
-        const int mine = number;
-        uint8_t* stage = stages + mine * S::bytes;
-        step();
-        // Whether what comes next is there already; a warp together, by the time that this is wanted.
-        const uint32_t there = kRoomy && left > 1 ? barrier_ended(&common.full[number], parity) : 0;
-        bool loaded = false;
-        if (!kRoomy) load_gates<kRoomy>(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
-        advance<T, M, kOutput, kRoomy>(s, x, o, v, gamma, operand, factor, reinterpret_cast<const float*>(stage + S::gates), Tiles(stages, mine * S::bytes), lane, [&] {
-          loaded = kRoomy && __ballot_sync(0xffffffffu, there != 0) == 0xffffffffu;
-          if (loaded) load();
-        });
-        const float factor_of_o[2] = {factor[0], factor[1]};
-        round_state<M>(operand, s, factor);
-        // The last chunk has no successor: what it multiplies instead is not used. What the next begins with is loaded before the products, which would
-        // hold it up.
-        if (left > 1 && !loaded) {
-          barrier_wait(&common.full[number], parity);
-          load();
-        }
-        const Tiles next(stages, (left > 1 ? number : mine) * S::bytes);
-        if constexpr (kOutput) {
-          multiply_wait<0>();
-          pin(o);
-          if (kBounded<M> && !is_one(factor_of_o)) {
-            const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
-            multiply_rows(o, back);
-          }
-          uint32_t rounded[16];
-          begin_x<M>(x, operand, next.k_columns, [&](int n) {
-            rounded[2 * n] = Pair<T>::pack(o[n][0], o[n][1]), rounded[2 * n + 1] = Pair<T>::pack(o[n][2], o[n][3]);
-          });
-          put_output<kGroups>(rounded, stage + v_at);
-        } else {
-          begin_x<M>(x, operand, next.k_columns, [](int) {});
-        }
-        if constexpr (kOutput) page = *reinterpret_cast<const volatile int64_t*>(&common.page[mine]);  // here, so that the wait below hides its latency
-        warp_arrive(&common.empty[mine]);
-        multiply_wait<0>();
-        pin(x);
-        left--;
-        // Outside the loop, whose instructions follow one another.
-        if constexpr (kOutput) page_ends = (wide ? int(page >> 32) : int(page)) >= 0;
-      } while (kRoomy && left > 0 && !page_ends);
+    for (; left > 0; left--) {
+      const int mine = number;
+      uint8_t* stage = stages + mine * S::bytes;
+      step();
+      // Whether what comes next is there already; a warp together, by the time that this is wanted.
+      const uint32_t there = kRoomy && left > 1 ? barrier_ended(&common.full[number], parity) : 0;
+      bool loaded = false;
+      if (!kRoomy) load_gates(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+      advance<T, M, kOutput>(s, x, o, v, gamma, operand, factor, reinterpret_cast<const float*>(stage + S::gates), Tiles(stages, mine * S::bytes), lane, [&] {
+        loaded = kRoomy && __ballot_sync(0xffffffffu, there != 0) == 0xffffffffu;
+        if (loaded) load();
+      });
+      const float factor_of_o[2] = {factor[0], factor[1]};
+      round_state<M>(operand, s, factor);
+      // The last chunk has no successor: what it multiplies instead is not used. What the next begins with is loaded before the products, which would
+      // hold it up.
+      if (left > 1 && !loaded) {
+        barrier_wait(&common.full[number], parity);
+        load();
+      }
+      const Tiles next(stages, (left > 1 ? number : mine) * S::bytes);
       if constexpr (kOutput) {
-        if (page_ends) {
+        multiply_wait<0>();
+        pin(o);
+        if (kBounded<M> && !is_one(factor_of_o)) {
+          const float back[2] = {1.f / factor_of_o[0], 1.f / factor_of_o[1]};
+          multiply_rows(o, back);
+        }
+        uint32_t rounded[16];
+        begin_x<M>(x, operand, next.k_columns, [&](int n) {
+          rounded[2 * n] = Pair<T>::pack(o[n][0], o[n][1]), rounded[2 * n + 1] = Pair<T>::pack(o[n][2], o[n][3]);
+        });
+        put_output<kGroups>(rounded, stage + v_at);
+      } else {
+        begin_x<M>(x, operand, next.k_columns, [](int) {});
+      }
+      int64_t page = -1;
+      if constexpr (kOutput) page = *reinterpret_cast<const volatile int64_t*>(&common.page[mine]);  // here, so that the wait below hides its latency
+      warp_arrive(&common.empty[mine]);
+      multiply_wait<0>();
+      pin(x);
+      if constexpr (kOutput) {
+        const int64_t at = wide ? page : int64_t(int32_t(page));
+        if (at >= 0) {
           true_values();
-          store_states(s, p.checkpoints, place(p.checkpoints, work, wide ? page : int64_t(int(page))));
+          store_states(s, p.checkpoints, place(p.checkpoints, work, at));
           if (kBounded<M>) multiply_rows(s, factor);
         }
       }

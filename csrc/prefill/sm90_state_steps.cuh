@@ -118,26 +118,17 @@ __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&opera
   multiply_commit();
 }
 
-// A chunk's gates of one array: of tokens 8 n + 2 (lane % 4) and the next. Four a load costs time where registers are short: the compiler moves others
-// about to have four side by side.
-template <bool kRoomy>
-__device__ __forceinline__ void load_gates(float2 (&to)[8], const float* gates, int array, int lane) {
-  const float* from = gates + array * kGateArray + lane % 4 * kGatePart;
+// A chunk's gates of one array: of tokens 8 n + 2 (lane % 4) and the next.
+__device__ __forceinline__ void load_gates(float2 (&to)[8], const float* all_gates, int array, int lane) {
+  const auto* from = reinterpret_cast<const float2*>(all_gates + array * kChunk + 2 * (lane % 4));
 #pragma unroll
-  for (int n = 0; n < 8; n += 2) {
-    if constexpr (kRoomy) {
-      const float4 four = load_shared(reinterpret_cast<const float4*>(from + 2 * n));
-      to[n] = make_float2(four.x, four.y), to[n + 1] = make_float2(four.z, four.w);
-    } else {
-      to[n] = load_shared(reinterpret_cast<const float2*>(from + 2 * n)), to[n + 1] = load_shared(reinterpret_cast<const float2*>(from + 2 * n + 2));
-    }
-  }
+  for (int n = 0; n < 8; n++) to[n] = load_shared(from + 4 * n);
 }
 
 // One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` the chunk's. What comes from shared memory
 // is loaded before products are issued: these go through the same queue, and it would wait behind them until the tensor cores take them. meanwhile() is
 // called while the new state is under way.
-template <class T, class M, bool kOutput, bool kRoomy, class F>
+template <class T, class M, bool kOutput, class F>
 __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], const float2 (&gamma)[8],
                                         uint32_t (&operand)[32], float (&factor)[2], const float* gates, const Tiles& tiles, int lane, F&& meanwhile) {
   // Z^T = V^T - gamma X^T
@@ -178,9 +169,9 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     make_z(1.f, 1.f);
   }
 
-  const float end = load_shared(gates + kEnd);
+  const float decay = load_shared(gates + kOfChunk * kChunk);
   float2 tail[8], scale[8];
-  load_gates<kRoomy>(tail, gates, kTail, lane);
+  load_gates(tail, gates, kTail, lane);
 
   // U^T = Z^T + Z^T coupling^T, the identity's part in float32
   multiply_fence();
@@ -192,7 +183,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
 #pragma unroll
   for (int n = 0; n < 16; n++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[n][i] *= end;
+    for (int i = 0; i < 4; i++) s[n][i] *= decay;
   pin(s);
   multiply_wait<kOutput ? 1 : 0>();
   pin(x);
@@ -204,7 +195,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     tail_u[2 * n] = Pair<M>::pack(tail[n].x * x[n][0], tail[n].y * x[n][1]);
     tail_u[2 * n + 1] = Pair<M>::pack(tail[n].x * x[n][2], tail[n].y * x[n][3]);
   }
-  if constexpr (kOutput) load_gates<kRoomy>(scale, gates, kScaleGamma, lane);
+  if constexpr (kOutput) load_gates(scale, gates, kScaleGamma, lane);
   multiply_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) multiply_n_major<M>(s, tail_u + 4 * k, tiles.k_rows + k * 2048, 1);

@@ -29,17 +29,13 @@ constexpr int kTileBytes = kChunk * kHead * 2;      // of q, k
 // Where columns 16 k.. of a tile's image begin, as an operand whose rows are the tile's.
 __host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
 constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lies above the diagonal
-// Of an array of gates, what the lanes of one column pair of accumulators want lies together: tokens 2 q and 2 q + 1 of every eight. Parts begin in
-// different banks.
-constexpr int kGatePart = kChunk / 4 + 4, kGateArray = 4 * kGatePart;
-enum GateArrays { kGamma, kScaleGamma, kTail };
-constexpr int kEnd = 3 * kGateArray;  // [0] the decay, [1] the bound
-constexpr int kGateFloats = kEnd + 4;
-__host__ __device__ constexpr int gate_at(int array, int t) { return array * kGateArray + t % 8 / 2 * kGatePart + t / 8 * 2 + t % 2; }
+// Gates: arrays of 64, and four times what is the chunk's: a lane of an accumulator's column pair finds all of its own at an even distance.
+enum GateArray { kGamma, kScaleGamma, kTail, kOfChunk };
+constexpr int kGateFloats = kOfChunk * kChunk + 4 * 2;
 constexpr int kGatesAt = kTriangleBytes;
-constexpr int kScoresAt = kGatesAt + 1024;          // a multiple of 128
+constexpr int kScoresAt = kGatesAt + 896;           // a multiple of 128
 constexpr int kRecordBytes = kScoresAt + kTriangleBytes;
-static_assert(kGateFloats * 4 <= 1024 && kRecordBytes % 128 == 0, "layout");
+static_assert(kGateFloats * 4 <= 896 && kRecordBytes % 128 == 0, "layout");
 
 // Where the strip of source tokens 16 k.. begins: in the triangle, and in the full matrix [64, 64] in shared memory, whose
 // strips have all 64 targets.
