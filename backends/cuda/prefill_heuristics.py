@@ -41,8 +41,8 @@ class Unit(NamedTuple):
     busy: float
 
 
-RECURRENCE = {128: Unit(5.5, 1.58, 0.23), 64: Unit(4.4, 1.05, 0.02)}  #: by V rows
-FIRST_PASS = Unit(2.7, 1.04, 0.13)
+RECURRENCE = {128: Unit(5.5, 1.52, 0.2), 64: Unit(4.4, 1.0, 0.02)}  #: by V rows
+FIRST_PASS = Unit(2.7, 1.0, 0.13)
 #: With gates as models initialise them: the share of heads that remember a whole segment, whose transition is a unit of the first
 #: pass too; and how many chunks of a segment the others' units take.
 REMEMBER, FORGET = 0.55, 16.0
