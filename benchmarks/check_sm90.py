@@ -37,7 +37,7 @@ WORST = {}  # what `where` looked at: its largest error
 WHOLE, HALF, PAIRS = Path(128, 0, False), Path(64, 0, False), Path(64, 0, False, pairs=True)
 
 # csrc/prefill/sm90_workspace.cuh
-RECORD, TRIANGLE, GATES_AT, SCORES_AT, TILE = 11136, 5120, 5120, 5120 + 896, 16384
+RECORD, TRIANGLE, GATES_AT, SCORES_AT, TILE = 11392, 5120, 5120, 5120 + 1152, 16384
 
 
 def relative(x, y) -> float:
@@ -216,19 +216,23 @@ def stages(backend) -> None:
                 total = g[rows, h].log2().cumsum(0)
                 decay = torch.where(lower, (total[:, None] - total[None]).exp2(), 0.0)
                 b = beta[rows, h]
-                L = ((kc @ kc.T) * decay * b).tril(-1)
+                # Where beta is: at the sources, or where operands are fp16 at the targets (csrc/prefill/sm90_workspace.cuh).
+                source, target = (b, torch.ones_like(b)) if operand == BF16 else (torch.ones_like(b), b)
+                L = (target[:, None] * (kc @ kc.T) * decay * source).tril(-1)
                 coupling = torch.linalg.inv(torch.eye(64, device=DEVICE, dtype=torch.float64) + L).tril(-1)
-                scores = 128**-0.5 * (qc @ kc.T) * decay * b
+                scores = 128**-0.5 * (qc @ kc.T) * decay * source
                 record = records[c, h]
-                gates = record[GATES_AT : GATES_AT + 193 * 4].view(F32).double()
-                gamma, tail = total.exp2(), b * (total[-1] - total).exp2()
-                want = torch.cat([gamma, 128**-0.5 * gamma, tail, gamma[-1:]])
-                fine &= where(f"chunk {c} head {h} gates", gates, want, 1e-5)
+                gates = record[GATES_AT : GATES_AT + (200 + 64) * 4].view(F32).double()
+                gamma, tail = total.exp2(), source * (total[-1] - total).exp2()
+                want = torch.cat([target * gamma, 128**-0.5 * gamma, tail, gamma[-1:]])
+                fine &= where(f"chunk {c} head {h} gates", gates[:193], want, 1e-5)
                 fine &= where(f"chunk {c} head {h} coupling", triangle(record[:TRIANGLE], operand), coupling, 2 * eps)
                 fine &= where(f"chunk {c} head {h} scores", triangle(record[SCORES_AT:], operand), scores, 2 * eps)
                 s = state[h]
-                z = v[rows, h] - gamma[:, None] * (kc @ s.T)
-                u = z + coupling @ z
+                if operand != BF16:
+                    fine &= where(f"chunk {c} head {h} beta", gates[200:], b, 1e-6)
+                y = target[:, None] * (v[rows, h] - gamma[:, None] * (kc @ s.T))
+                u = y + coupling @ y
                 outputs[rows, h] = 128**-0.5 * gamma[:, None] * (qc @ s.T) + scores @ u
                 new.append(gamma[-1] * s + (tail[:, None] * u).T @ kc)
             state = torch.stack(new)

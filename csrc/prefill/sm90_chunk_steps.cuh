@@ -17,7 +17,8 @@ struct Gates {
   float sum[kChunk];     // of log2(alpha), from the chunk's start to here
   float beta[kChunk];
   float before[kChunk];  // decay from the end of the 16 tokens before to here
-  float after[kChunk];   // decay from here to the end of these 16, times beta
+  float target[kChunk];  // the same, times beta unless it is at the sources
+  float after[kChunk];   // decay from here to the end of these 16, times beta if it is
   int zeros[kChunk];
 };
 
@@ -59,6 +60,7 @@ __device__ __forceinline__ void load_gates(GateBits& x, const PrefillParams& p, 
   load_raw_gate(x, p, h);
 }
 
+template <class M>
 __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates, const GateBits& x, int from, int to) {
   const int lane = threadIdx.x % 32;
   float sum[2], beta[2];
@@ -103,7 +105,8 @@ __device__ __forceinline__ void make_gates(const PrefillParams& p, Gates& gates,
   });
   both([&](int i) {
     const int t = lane + 32 * i;
-    gates.before[t] = from_start[i], gates.after[t] = to_end[i] * beta[i];
+    const float to_target = kBetaAtSources<M> ? 1.f : beta[i], to_source = kBetaAtSources<M> ? beta[i] : 1.f;
+    gates.before[t] = from_start[i], gates.target[t] = from_start[i] * to_target, gates.after[t] = to_end[i] * to_source;
   });
   __syncwarp();
 }
@@ -286,27 +289,30 @@ __device__ __forceinline__ void load_diagonal(Block& x, Block& below, const floa
     }
 }
 
-// Decays from token to token within this warp's 16, times the source's beta: f(e, h, decay) for targets g + 8 e and sources 8 h + 2 q and the next. Above
-// the diagonal a decay means nothing and may be infinite, and that block's upper right part is left out.
-template <class F>
+// Decays from token to token within this warp's 16: f(e, h, decay, beta) for targets g + 8 e and sources 8 h + 2 q and the next; beta is the target's, or 1
+// where the source's is in the decay. Above the diagonal a decay means nothing and may be infinite, and that block's upper right part is left out.
+template <class M, class F>
 __device__ __forceinline__ void each_decay(const Gates& gates, int warp, F&& f) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool any_zeros = gates.zeros[kChunk - 1] != 0;  // alpha = 0 is rare
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int row = 16 * warp + g + 8 * e;
-    const float sum = gates.sum[row];
+    const float sum = gates.sum[row], beta = kBetaAtSources<M> ? 1.f : gates.beta[row];
 #pragma unroll
     for (int h = 0; h <= e; h++) {
       const int column = 16 * warp + 8 * h + 2 * q;
       const float2 sums = *reinterpret_cast<const float2*>(&gates.sum[column]);
-      const float2 betas = *reinterpret_cast<const float2*>(&gates.beta[column]);
-      float decay[2] = {exp2_approximate(sum - sums.x) * betas.x, exp2_approximate(sum - sums.y) * betas.y};
+      float decay[2] = {exp2_approximate(sum - sums.x), exp2_approximate(sum - sums.y)};
+      if constexpr (kBetaAtSources<M>) {
+        const float2 betas = *reinterpret_cast<const float2*>(&gates.beta[column]);
+        decay[0] *= betas.x, decay[1] *= betas.y;
+      }
       if (any_zeros) {
 #pragma unroll
         for (int f = 0; f < 2; f++) decay[f] = gates.zeros[row] == gates.zeros[column + f] ? decay[f] : 0.f;
       }
-      f(e, h, decay);
+      f(e, h, decay, beta);
     }
   }
 }
@@ -316,8 +322,8 @@ __device__ __forceinline__ float* lower_place(float* diagonals, int warp) {
   const int lane = threadIdx.x % 32;
   return diagonals + warp * kPitch + lane / 4 * kStride + lane % 4 * 2;
 }
-__device__ __forceinline__ void put_lower(float* lower, const Block& keys, int e, int h, const float (&decay)[2]) {
-  *reinterpret_cast<float2*>(lower + 8 * e * kStride + 8 * h) = make_float2(keys[h][2 * e] * decay[0], keys[h][2 * e + 1] * decay[1]);
+__device__ __forceinline__ void put_lower(float* lower, const Block& keys, int e, int h, const float (&decay)[2], float beta) {
+  *reinterpret_cast<float2*>(lower + 8 * e * kStride + 8 * h) = make_float2(beta * keys[h][2 * e] * decay[0], beta * keys[h][2 * e + 1] * decay[1]);
 }
 // And of the scores, from that of scale Q K^T: above the diagonal selected away.
 __device__ __forceinline__ void set_scores(Block& scores, const Block& queries, int e, int h, const float (&decay)[2]) {
@@ -326,7 +332,7 @@ __device__ __forceinline__ void set_scores(Block& scores, const Block& queries, 
   for (int f = 0; f < 2; f++) scores[h][2 * e + f] = h < e || lane % 4 * 2 + f <= lane / 4 ? queries[h][2 * e + f] * decay[f] : 0.f;
 }
 
-// Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens (and there is its beta), from
+// Below the diagonal a decay is a product of three factors, all at most 1: from the source to the end of its 16 tokens, from
 // there to the start of the target's, and from there to the target. The one between, of the 16 tokens of block j:
 __device__ __forceinline__ float across(const Gates& gates, int j) { return j == 1 ? gates.before[31] : j == 2 ? gates.before[47] : 1.f; }
 

@@ -73,11 +73,12 @@ __device__ __forceinline__ void find_gates(GateBits& x, const Gates& gates, cons
 }
 
 // What the recurrence wants of them, with the scales of the tiles' rows if they are scaled, by a warp.
-template <bool scaled>
+template <bool scaled, class M>
 __device__ __forceinline__ void write_gates(float* out, const Gates& gates, const Rows& rows, float scale, bool bound) {
   const int lane = threadIdx.x % 32;
   const float last = gates.sum[kChunk - 1];
   const int zeros_last = gates.zeros[kChunk - 1];
+  constexpr bool at_sources = kBetaAtSources<M>;
   float gamma = 0.f, log_bound = 0.f;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -85,9 +86,10 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
     const float sum = gates.sum[t], beta = gates.beta[t];
     const float k_scale = scaled ? rows.k_scale[t] : 1.f, q_scale = scaled ? rows.q_scale[t] : 1.f;
     gamma = gates.zeros[t] == 0 ? exp2f(sum) : 0.f;
-    out[kGamma * kChunk + t] = gamma * k_scale;
+    out[kGamma * kChunk + t] = gamma * k_scale * (at_sources ? 1.f : beta);
     out[kScaleGamma * kChunk + t] = scale * gamma * q_scale;
-    out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * beta * k_scale : 0.f;
+    out[kTail * kChunk + t] = gates.zeros[t] == zeros_last ? exp2f(last - sum) * k_scale * (at_sources ? beta : 1.f) : 0.f;
+    if (!at_sources) out[kBetaAt + t] = beta;
     // A token's transition alpha (I - beta k k^T) has the norm alpha max(1, |1 - beta |k|^2|).
     if (bound) log_bound += log2f(fmaxf(1.f, fabsf(1.f - beta * rows.squares[t])));
   }
@@ -95,7 +97,7 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, cons
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) log_bound += __shfl_xor_sync(0xffffffffu, log_bound, offset);
   gamma = __shfl_sync(0xffffffffu, gamma, 31);
-  if (lane < 4) reinterpret_cast<float2*>(out + kOfChunk * kChunk)[lane] = make_float2(gamma, last - 300.f * zeros_last + log_bound);
+  if (lane < 4) reinterpret_cast<float2*>(out + kDecayAt)[lane] = make_float2(gamma, last - 300.f * zeros_last + log_bound);
 }
 
 // This lane's pieces on their way to shared memory. Rows that are no tokens are zeros. `again`: the recurrence may read them too.
@@ -202,7 +204,7 @@ __device__ __forceinline__ void make_coupling(char* record, const Gates& gates, 
       load_diagonal(x, below, block);
       store_block<M>(record, i, i, below, lane);  // without the identity
       if (i > 0) {
-        scale_columns(x, gates.before, 16 * i, q);
+        scale_columns(x, gates.target, 16 * i, q);
         row[i] = round_left(x);
       }
       if (i < 3) {
@@ -235,7 +237,7 @@ __device__ __forceinline__ void make_coupling(char* record, const Gates& gates, 
       multiply<true>(x, round_left(sum), transposed[j]);
       store_block<M>(record, i, j, x, lane);
       if (j > 0) {
-        scale_columns(x, gates.before, 16 * j, q);
+        scale_columns(x, gates.target, 16 * j, q);
         row[j] = round_left(x);
       }
     }
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
       find_gates(bits, gates[warp], p, first_head + warp);
     else
       load_gates(bits, p, token, from, to, first_head + warp);
-    make_gates(p, gates[warp], bits, from, to);
+    make_gates<M>(p, gates[warp], bits, from, to);
   }
   if (threadIdx.x == 0 && boxes && turn >= 2) bring_boxes();
   boxes ? barrier_wait(&rows.landed, 0) : copy_wait<0>();
@@ -419,8 +421,8 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
     for (int h = 0; h < plan.heads_a_block; h++) {
       float* lower = lower_place(diagonals + h * kDiagonals, warp);
       Block scores = {};
-      each_decay(gates[h], warp, [&](int e, int half, const float(&decay)[2]) {
-        put_lower(lower, keys, e, half, decay);
+      each_decay<M>(gates[h], warp, [&](int e, int half, const float(&decay)[2], float beta) {
+        put_lower(lower, keys, e, half, decay, beta);
         set_scores(scores, queries, e, half, decay);
       });
       store_block<M>(plan.record(slot, first_head + h) + kScoresAt, warp, warp, scores, lane);
@@ -432,7 +434,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
   for (int h = 0; h < plan.heads_a_block; h++) {
     char* record = plan.record(slot, first_head + h);
     if (warp == (h == 0 ? 0 : h - 1))
-      write_gates<!same>(reinterpret_cast<float*>(record + kGatesAt), gates[h], rows, p.scale, plan.path.segment > 0);
+      write_gates<!same, M>(reinterpret_cast<float*>(record + kGatesAt), gates[h], rows, p.scale, plan.path.segment > 0);
     float by[2] = {gates[h].before[16 * warp + g], gates[h].before[16 * warp + g + 8]};
     each_left_block([&](int j, const Block& x) { store_block<M>(record + kScoresAt, warp, j, x, lane); }, gates[h], qk, by, warp);
   }

@@ -36,7 +36,7 @@ constexpr int kBoxBytes = 8192;  // 64 tokens by 64 columns in 16 bits
 // Shared memory: a ring for what comes from memory, and one for what is made of it.
 constexpr int kTiles = 4, kValuesAt = 2 * kTileBytes, kTilesBytes = kValuesAt + kBoxBytes;
 static_assert(kKeysAt == 0 && kQueriesAt == kTileBytes, "layout");
-constexpr int kMatrices = 3, kScoresIn = kFullBytes, kGatesIn = 2 * kFullBytes, kPageIn = kGatesIn + kGateFloats * 4;
+constexpr int kMatrices = 3, kScoresIn = kFullBytes, kGatesIn = 2 * kFullBytes, kPageIn = kGatesIn + kGateBytes<__nv_bfloat16>;
 constexpr int kMatricesBytes = (kPageIn + 8 + 127) / 128 * 128;
 constexpr int kMatricesAt = kTiles * kTilesBytes, kCommonAt = kMatricesAt + kMatrices * kMatricesBytes;
 
@@ -153,7 +153,7 @@ __device__ __forceinline__ void make_all_gates(Common& common, const PrefillPara
     GateBits bits;
     load_gates(bits, p, unit.sequence.first_token(chunk), from, to, unit.head);
     barrier_wait(&common.gates_empty[made % 2], parity_of(made, 2) ^ 1);
-    make_gates(p, common.gates[made % 2], bits, from, to);
+    make_gates<__nv_bfloat16>(p, common.gates[made % 2], bits, from, to);
     warp_arrive(&common.gates_full[made % 2]);
   }
 }
@@ -198,8 +198,7 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, floa
   const float gamma = zeros == 0 ? exp2f(sum) : 0.f;
   if (lane < 16) {
     out[kGamma * kChunk + t] = gamma;
-    if (t == kChunk - 1)
-      for (int i = 0; i < 4; i++) out[kOfChunk * kChunk + 2 * i] = gamma;
+    if (t == kChunk - 1) out[kDecayAt] = gamma;
   } else {
     out[kScaleGamma * kChunk + t] = scale * gamma;
     out[kTail * kChunk + t] = zeros == zeros_last ? exp2f(last - sum) * beta : 0.f;
@@ -301,8 +300,8 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
     Block keys;
     select_block(keys, kk, warp);
     float* place = lower_place(common.diagonals, warp);
-    each_decay(gates, warp, [&](int e, int h, const float(&decay)[2]) { put_lower(place, keys, e, h, decay); });
-    float by[2] = {-gates.before[16 * warp + g], -gates.before[16 * warp + g + 8]};
+    each_decay<T>(gates, warp, [&](int e, int h, const float(&decay)[2], float beta) { put_lower(place, keys, e, h, decay, beta); });
+    float by[2] = {-gates.target[16 * warp + g], -gates.target[16 * warp + g + 8]};
     each_left_block(
         [&](int j, const Block& x) {
           const Right y = round_right(x);
@@ -333,7 +332,7 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
       for (int i = 0; i < 4; i++) qk[n][i] *= scale;
     Block queries, x = {};
     select_block(queries, qk, warp);
-    each_decay(gates, warp, [&](int e, int h, const float(&decay)[2]) { set_scores(x, queries, e, h, decay); });
+    each_decay<T>(gates, warp, [&](int e, int h, const float(&decay)[2], float) { set_scores(x, queries, e, h, decay); });
     put_block<T>(scores, warp, warp, x, lane);
     float by[2] = {gates.before[16 * warp + g], gates.before[16 * warp + g + 8]};
     each_left_block([&](int j, const Block& x) { put_block<T>(scores, warp, j, x, lane); }, gates, qk, by, warp);

@@ -223,7 +223,7 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
   const int lane = threadIdx.x % 32;
   const auto bound_of = [&](int64_t c) {
     if (c < work.begin) return 0.f;
-    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kOfChunk * kChunk + 1];
+    return reinterpret_cast<const float*>(plan.record(sequence.slot(work.index) + c, work.head) + kGatesAt)[kBoundAt];
   };
   float sum = 0.f;
   for (int64_t c = work.end - 1 - lane; c >= work.begin; c -= 32) sum += fmaxf(bound_of(c), 0.f);
@@ -293,13 +293,13 @@ __device__ __forceinline__ void deal(Common& common, uint32_t turn) {
 
 // Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane. The tiles may be
 // boxes of the caller's tensors, two each (Plan::raw), but for chunks that are cut short: a box would bring neighbours' tokens too.
-template <int kGroups, bool kOutput, bool kMayBeRaw>
+template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
   using S = Stage<kGroups>;
-  constexpr int kAll = (kTileBytes + kTriangleBytes) * (kOutput ? 2 : 1) + kGateFloats * 4;
+  constexpr int kAll = (kTileBytes + kTriangleBytes) * (kOutput ? 2 : 1) + kGateBytes<M>;
   constexpr int kFirstTile = 9, kFirstQ = 11, kBoxes = kOutput ? 4 : 2;  // lanes
   const int lane = threadIdx.x % 32;
-  const bool raw = kMayBeRaw && plan.raw;
+  const bool raw = std::is_same_v<T, M> && plan.raw;
   uint32_t filled = 0;
   // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers;
   // or the token, with `head`.
@@ -349,7 +349,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common& common, const Pre
       const int k = which % 4;
       from = uint32_t((plan.record(slot, work.head) - plan.records) / 16), step = plan.heads * uint32_t(kRecordBytes / 16);
       if (which == 8)
-        from += kGatesAt / 16, to = S::gates, bytes = kGateFloats * 4;
+        from += kGatesAt / 16, to = S::gates, bytes = kGateBytes<M>;
       else  // strips of coupling and scores
         from += ((scores ? kScoresAt : 0) + strip_at(k)) / 16, to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = strip_bytes(k);
       if (scores && !kOutput) bytes = 0;
@@ -649,10 +649,13 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     float x[8][4], o[8][4];
     uint32_t v[16];
     float2 gamma[8];
+    const auto load_gamma = [&](const uint8_t* stage) {
+      if constexpr (kBetaAtSources<M>) load_gates(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+    };
     const auto load = [&] {
       const uint8_t* stage = stages + number * S::bytes;
       load_v<kGroups>(v, stage + v_at, !transition);
-      if (kRoomy) load_gates(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+      if (kRoomy) load_gamma(stage);
     };
     if (left > 0) {
       barrier_wait(&common.full[number], parity);
@@ -669,7 +672,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       // Whether what comes next is there already; a warp together, by the time that this is wanted.
       const uint32_t there = kRoomy && left > 1 ? barrier_ended(&common.full[number], parity) : 0;
       bool loaded = false;
-      if (!kRoomy) load_gates(gamma, reinterpret_cast<const float*>(stage + S::gates), kGamma, lane);
+      if (!kRoomy) load_gamma(stage);
       advance<T, M, kOutput>(s, x, o, v, gamma, operand, factor, reinterpret_cast<const float*>(stage + S::gates), Tiles(stages, mine * S::bytes), lane, [&] {
         loaded = kRoomy && __ballot_sync(0xffffffffu, there != 0) == 0xffffffffu;
         if (loaded) load();
@@ -750,7 +753,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     if constexpr (kGroups == 2) registers_down<(kOutput ? 72 : 104)>();
     if constexpr (kGroups == 1) registers_down<152>();
     if (threadIdx.x < 128 * kGroups + 32)
-      bring<kGroups, kOutput, std::is_same_v<T, M>>(stages, common, p, plan, units);
+      bring<T, M, kGroups, kOutput>(stages, common, p, plan, units);
     else
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {

@@ -19,13 +19,13 @@ __device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x
   for (int n = 0; n < N; n++) a[2 * n] = Pair<M>::pack(x[n][0], x[n][1]), a[2 * n + 1] = Pair<M>::pack(x[n][2], x[n][3]);
 }
 
-// fp16 ends at 65504, and what passes through it here, S and Z and U, has no bound. So a V row is kept by a power of two below
+// fp16 ends at 65504, and what passes through it here, S and Y and U, has no bound. So a V row is kept by a power of two below
 // its true values where it would grow too large: the recurrence is linear in a row's V and state. `factor` is that of the two
 // rows of this lane. bf16 has float32's range and needs none of this.
 template <class M>
 constexpr bool kBounded = std::is_same_v<M, __half>;
 
-// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Z below that, U
+// Whether a value of 512 or more is among these of the warp: its exponent has its two upper bits set. (With Y below that, U
 // stays in range: a row of the inverse adds up 64 values.)
 template <int N>
 __device__ __forceinline__ bool too_large(const uint32_t (&a)[N]) {
@@ -125,24 +125,29 @@ __device__ __forceinline__ void load_gates(float2 (&to)[8], const float* all_gat
   for (int n = 0; n < 8; n++) to[n] = load_shared(from + 4 * n);
 }
 
-// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` the chunk's. What comes from shared memory
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` is the chunk's, where beta is at the sources. What comes from shared memory
 // is loaded before products are issued: these go through the same queue, and it would wait behind them until the tensor cores take them. meanwhile() is
 // called while the new state is under way.
 template <class T, class M, bool kOutput, class F>
 __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], const float2 (&gamma)[8],
                                         uint32_t (&operand)[32], float (&factor)[2], const float* gates, const Tiles& tiles, int lane, F&& meanwhile) {
-  // Z^T = V^T - gamma X^T
+  // Z^T = V^T - gamma X^T; or Y^T, beta times that
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 0);
   uint32_t z[16];  // as to_operand has it
   const auto make_z = [&](float above, float below) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
+      float2 beta = make_float2(1.f, 1.f), by_x = gamma[n];
+      if constexpr (!kBetaAtSources<M>) {
+        beta = load_shared(reinterpret_cast<const float2*>(gates + kBetaAt + 2 * (lane % 4) + 8 * n));
+        by_x = load_shared(reinterpret_cast<const float2*>(gates + kGamma * kChunk + 2 * (lane % 4) + 8 * n));
+      }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 value = Pair<T>::unpack(v[2 * n + i]);
         const float by = i == 0 ? above : below;
-        x[n][2 * i] = value.x * by - gamma[n].x * x[n][2 * i];
-        x[n][2 * i + 1] = value.y * by - gamma[n].y * x[n][2 * i + 1];
+        x[n][2 * i] = beta.x * (value.x * by) - by_x.x * x[n][2 * i];
+        x[n][2 * i + 1] = beta.y * (value.y * by) - by_x.y * x[n][2 * i + 1];
         z[2 * n + i] = Pair<M>::pack(x[n][2 * i], x[n][2 * i + 1]);
       }
     }
@@ -169,7 +174,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     make_z(1.f, 1.f);
   }
 
-  const float decay = load_shared(gates + kOfChunk * kChunk);
+  const float decay = load_shared(gates + kDecayAt);
   float2 tail[8], scale[8];
   load_gates(tail, gates, kTail, lane);
 

@@ -6,9 +6,13 @@
 //            (Plan::raw). Norms, or other factors of rows, are in the gates and products.
 //   record   of a state head: coupling, gates, scores. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
 //            16 k + 15, the target tokens from 16 k on, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
-//            lies above the diagonal is not stored. Gates: gamma, scale * gamma, beta * tail [64 each], times the factors of their
-//            rows of k, q, k; the decay over the whole chunk; and the logarithm of what the norm of the chunk's transition cannot exceed.
+//            lies above the diagonal is not stored. Gates: gamma, scale * gamma, tail [64 each], times the factors of their rows of k, q, k;
+//            the decay over the whole chunk; the logarithm of what the norm of the chunk's transition cannot exceed; and beta (kBetaAtSources).
 #pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "../common/tensor_map.h"
 #include "workspace.h"
 
@@ -29,13 +33,19 @@ constexpr int kTileBytes = kChunk * kHead * 2;      // of q, k
 // Where columns 16 k.. of a tile's image begin, as an operand whose rows are the tile's.
 __host__ __device__ constexpr int columns_at(int k) { return k / 4 * 8192 + k % 4 * 32; }
 constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lies above the diagonal
-// Gates: arrays of 64, and four times what is the chunk's: a lane of an accumulator's column pair finds all of its own at an even distance.
+// Where beta goes. U = beta W, W = (I + N)^-1 (V - gamma X), and N is triangular with beta at the sources: so consumers need not multiply with beta, if
+// scores and tail do. Where operands are fp16 it stays with Y = beta (V - gamma X) and U itself: scores times a small beta would leave fp16's range.
+template <class M>
+constexpr bool kBetaAtSources = !std::is_same_v<M, __half>;
+// Gates: arrays of 64; behind three the decay over the chunk and the bound, of a whole sector as all that is written; then beta, unless it is at the sources.
 enum GateArray { kGamma, kScaleGamma, kTail, kOfChunk };
-constexpr int kGateFloats = kOfChunk * kChunk + 4 * 2;
+constexpr int kDecayAt = kOfChunk * kChunk, kBoundAt = kDecayAt + 1, kBetaAt = kDecayAt + 8, kGateFloats = kBetaAt + kChunk;
+template <class M>
+constexpr int kGateBytes = (kBetaAtSources<M> ? kBetaAt : kGateFloats) * 4;
 constexpr int kGatesAt = kTriangleBytes;
-constexpr int kScoresAt = kGatesAt + 896;           // a multiple of 128
+constexpr int kScoresAt = kGatesAt + 1152;          // a multiple of 128
 constexpr int kRecordBytes = kScoresAt + kTriangleBytes;
-static_assert(kGateFloats * 4 <= 896 && kRecordBytes % 128 == 0, "layout");
+static_assert(kGateFloats * 4 <= 1152 && kRecordBytes % 128 == 0, "layout");
 
 // Where the strip of source tokens 16 k.. begins: in the triangle, and in the full matrix [64, 64] in shared memory, whose
 // strips have all 64 targets.

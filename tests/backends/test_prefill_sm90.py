@@ -121,6 +121,33 @@ def test_prefill_with_q_and_k_anywhere(backend, dtype, half, norm, way):
         assert torch.equal(again[1].view(torch.int32), pool.view(torch.int32)), (by_q, by_k)
 
 
+@pytest.mark.parametrize("dtype, half", ((F16, False), (BF16, True), (BF16, False)))
+def test_small_betas_lose_no_digits_of_scores(backend, dtype, half):
+    """fp16 ends at 6e-5, and its smallest numbers have few digits: scores times such a beta would have none."""
+    backend.forced_path = Way(*WAYS["half heads"], half)
+    q, k, v, g, beta = draw(dtype, False)
+    v, beta[MARGIN : beta.shape[0] - MARGIN] = 400 * v, 1e-4
+    output, _ = run(q, k, v, g, beta, False)
+    begin = MARGIN + sum(LENGTHS[:2])  # of the sequences that start from nothing
+    end = MARGIN + sum(LENGTHS)
+    o, _ = expected(q, k, v, g, beta, False)
+    assert relative(output[begin:end], o[begin:end]) < tolerances.prefill_output(dtype) / 2
+
+
+def test_a_value_that_beta_masks_may_be_anything_finite(backend):
+    """Operands in fp16 for bf16 inputs: rows shrink where they would leave its range, and what beta = 0 takes away must not make them."""
+    backend.forced_path = Way(*WAYS["half heads"], True)
+    q, k, v, g, beta = draw(BF16, False)
+    beta[MARGIN + 70] = 0
+    expectation = run(q, k, v, g, beta, False)
+    v[MARGIN + 70] = 1e20
+    output, pool = run(q, k, v, g, beta, False)
+    assert relative(output[MARGIN:-MARGIN], expectation[0][MARGIN:-MARGIN]) < 1e-3
+    rows = torch.isfinite(pool).flatten(1).all(1)
+    assert torch.equal(rows, torch.isfinite(expectation[1]).flatten(1).all(1))
+    assert relative(pool[rows], expectation[1][rows]) < 1e-3
+
+
 @pytest.mark.parametrize("norm", (False, True))
 def test_prefill_by_pairs_of_ctas(backend, norm):
     backend.forced_path = Way(64, 0, False, pairs=True)
