@@ -1,5 +1,5 @@
 // Prefill on sm_90a, first kernel: what a chunk of 64 tokens needs that does not depend on the state, all chunks and heads at
-// once. The mathematics and the care for alpha = 0 are those of chunks.cu; what is left behind: the triangular matrices and, where
+// once. The mathematics and the care for alpha = 0 are those of chunks.cu, but for where beta is (kBetaAtSources); what is left behind: the triangular matrices and, where
 // the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
 //
 // One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. For the sake of shared

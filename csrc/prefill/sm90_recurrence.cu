@@ -1,4 +1,4 @@
-// Prefill on sm_90a, second kernel: the recurrence over chunks. The mathematics is that of recurrence.cu, all of it transposed,
+// Prefill on sm_90a, second kernel: the recurrence over chunks. The mathematics is that of recurrence.cu, but for where beta is (kBetaAtSources), and transposed,
 // V rows first, so that S, Y and U are accumulators of one product and left operands of the next in the same registers.
 //
 //   roles    a warpgroup of 64 V rows keeps its part of the state in registers from the first chunk to the last and does all
@@ -567,7 +567,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   using S = Stage<kGroups>;
   constexpr bool kRoomy = kGroups == 1;  // with registers for what the next chunk begins with
-  const int v_at = unhoisted(v_place<kGroups>(warp, lane));
+  const int v_of_lane = unhoisted(v_place<kGroups>(warp, lane));  // kept, not calculated again
   const bool wide = checkpoint_rows(p).wide;
   uint32_t units_done = 0;
   // Of the ring of stages, the next, and the parity of its barriers.
@@ -654,7 +654,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
     };
     const auto load = [&] {
       const uint8_t* stage = stages + number * S::bytes;
-      load_v<kGroups>(v, stage + v_at, !transition);
+      load_v<kGroups>(v, stage + v_of_lane, !transition);
       if (kRoomy) load_gamma(stage);
     };
     if (left > 0) {
@@ -697,7 +697,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
         begin_x<M>(x, operand, next.k_columns, [&](int n) {
           rounded[2 * n] = Pair<T>::pack(o[n][0], o[n][1]), rounded[2 * n + 1] = Pair<T>::pack(o[n][2], o[n][3]);
         });
-        put_output<kGroups>(rounded, stage + v_at);
+        put_output<kGroups>(rounded, stage + v_of_lane);
       } else {
         begin_x<M>(x, operand, next.k_columns, [](int) {});
       }
@@ -758,6 +758,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
       carry<kGroups, kOutput>(stages, common, p, plan);
   } else {
     if constexpr (kGroups == 2) registers_up<(kOutput ? 216 : 200)>();
+    // Half heads are not short of registers. But behind this the assembler knows a warp's lanes to be together, and keeps places in uniform registers.
     if constexpr (kGroups == 1) registers_down<248>();
     if (!kOutput) wait_for_previous();
     consume<T, M, kGroups, kOutput>(stages, common, p, plan);
