@@ -209,10 +209,10 @@ def test_pairs_whatever_the_order(backend, monkeypatch):
         assert torch.equal(again[0], output) and torch.equal(again[1].view(torch.int32), state.view(torch.int32)), order
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_other_paths_whatever_the_order(backend, monkeypatch, way):
+@pytest.mark.parametrize("dtype, way", [*((F16, way) for way in WAYS), (BF16, "half heads")])
+def test_other_paths_whatever_the_order(backend, monkeypatch, dtype, way):
     backend.forced_path = Way(*WAYS[way], False)
-    q, k, *others = draw(F16, False)
+    q, k, *others = draw(dtype, False)
     inputs = q, moved(k, 3), *others
     output, pool = run(*inputs, False)
     monkeypatch.setenv("EMULATED_ORDER", "5")  # in which a lane once missed a phase
