@@ -141,24 +141,24 @@ def truth(r: PrefillRequest, initial):
 
 
 def triangle(raw: torch.Tensor, dtype) -> torch.Tensor:
-    """[64 targets, 64 sources] from the stored strips."""
+    """[64 targets, 64 sources] from the stored strips, whose targets are by groups of 16, the last first."""
     full = torch.zeros(64, 64, dtype=torch.float64, device=DEVICE)
     at = 0
     for k in range(4):
         size = (8 - 2 * k) * 256
-        tiles = raw[at : at + size].view(dtype).view(8 - 2 * k, 2, 8, 8).double()  # target block, source block, target, source
-        full[16 * k :, 16 * k : 16 * k + 16] = tiles.permute(0, 2, 1, 3).reshape(64 - 16 * k, 16)
+        tiles = raw[at : at + size].view(dtype).view(4 - k, 2, 2, 8, 8).double()  # 16 targets, 8 of them, source block, target, source
+        full[16 * k :, 16 * k : 16 * k + 16] = tiles.flip(0).permute(0, 1, 3, 2, 4).reshape(64 - 16 * k, 16)
         at += size
     return full
 
 
 def tile(raw: torch.Tensor, dtype) -> torch.Tensor:
-    """[64 tokens, 128] from the swizzled image."""
+    """[64 tokens, 128] from the swizzled image, whose rows are by groups of 16, the last first."""
     pieces = raw.view(dtype).view(2, 64, 8, 8)  # half, row, piece, element
     row = torch.arange(64, device=DEVICE) % 8
     order = torch.arange(8, device=DEVICE)[None] ^ row[:, None]
     pieces = pieces.gather(2, order[None, :, :, None].expand(2, 64, 8, 8))
-    return pieces.permute(1, 0, 2, 3).reshape(64, 128).double()
+    return pieces.permute(1, 0, 2, 3).reshape(4, 16, 128).flip(0).reshape(64, 128).double()
 
 
 def stages(backend) -> None:

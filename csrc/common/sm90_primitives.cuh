@@ -153,13 +153,21 @@ __device__ __forceinline__ void bulk_copy_peer(void* to, const void* from, int b
 
 // --- bulk copies: contiguous, 16-byte aligned, run by the copy engine ------------------------------------------------------
 
+// Whether this is the lane that acts for its warp, which is together. Where copies are behind this condition and no other, the assembler needs no loop over
+// lanes for each, and keeps in uniform registers what they are told.
+__device__ __forceinline__ bool elected() {
+  uint32_t is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(is)::"memory");
+  return is != 0;
+}
+
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// A box of 64 columns of a head, from `column` on, by 64 tokens, from `token` on, of a tensor [tokens, heads, 128] of 16 bits: 8192
-// bytes as they come from the swizzle of 128 bytes, at a multiple of 1024. What lies outside of the tensor becomes zeros. The map is
+// A box of 64 columns of a head, from `column` on, by the map's number of tokens, from `token` on, of a tensor [tokens, heads, 128] of 16 bits: 128
+// bytes a token as they come from the swizzle of 128 bytes, at a multiple of 1024. What lies outside of the tensor becomes zeros. The map is
 // in a __grid_constant__ parameter.
 __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
   asm volatile(
@@ -303,7 +311,7 @@ __device__ __forceinline__ Description describe(const void* b, Layout layout, ui
   return {(shared_address(b) & 0x3ffff) >> 4 | (leading >> 4) << 16, (stride >> 4) | uint32_t(layout) << 30};
 }
 
-template <class T>  // N = 64, b as columns of 16 k
+template <class T, int kTiles = 8>  // b as columns of 16 k, for the first so many tiles of d: N = 64, 48, 32, 16
 __device__ __forceinline__ void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add);
 template <class T>  // the same with a in shared memory too, as 64 rows of 16 k
 __device__ __forceinline__ void multiply_tiles(float (&d)[8][4], const Description& a, const Description& b, int add);
@@ -312,18 +320,25 @@ __device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32
 
 #define GDN_TILE(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define GDN_TILES(d, n) GDN_TILE(d[n]), GDN_TILE(d[n + 1]), GDN_TILE(d[n + 2]), GDN_TILE(d[n + 3])
-#define GDN_PRODUCTS(T, type) \
+#define GDN_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define GDN_16 GDN_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define GDN_24 GDN_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define GDN_32 GDN_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+// `d_list`, `a_list`, `b_at` and `add_at` number what is in d, a, b and add; the rest is d.
+#define GDN_K_MAJOR(T, type, tiles, n, d_list, a_list, b_at, add_at, ...) \
   template <> \
-  __device__ __forceinline__ void multiply_k_major<T>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) { \
+  __device__ __forceinline__ void multiply_k_major<T, tiles>(float (&d)[8][4], const uint32_t* a, const Description& b, int add) { \
     asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n" \
-        : GDN_TILES(d, 0), GDN_TILES(d, 4) \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" d_list "}, {" a_list "}, " b_at ", p, 1, 1, 0;\n}\n" \
+        : __VA_ARGS__ \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(add)); \
-  } \
+  }
+#define GDN_PRODUCTS(T, type) \
+  GDN_K_MAJOR(T, type, 8, "64", GDN_32, "%32, %33, %34, %35", "%36", "%37", GDN_TILES(d, 0), GDN_TILES(d, 4)) \
+  GDN_K_MAJOR(T, type, 6, "48", GDN_24, "%24, %25, %26, %27", "%28", "%29", GDN_TILES(d, 0), GDN_TILE(d[4]), GDN_TILE(d[5])) \
+  GDN_K_MAJOR(T, type, 4, "32", GDN_16, "%16, %17, %18, %19", "%20", "%21", GDN_TILES(d, 0)) \
+  GDN_K_MAJOR(T, type, 2, "16", GDN_8, "%8, %9, %10, %11", "%12", "%13", GDN_TILE(d[0]), GDN_TILE(d[1])) \
   template <> \
   __device__ __forceinline__ void multiply_tiles<T>(float (&d)[8][4], const Description& a, const Description& b, int add) { \
     asm volatile( \
@@ -351,6 +366,11 @@ __device__ __forceinline__ void multiply_n_major(float (&d)[16][4], const uint32
 GDN_PRODUCTS(__nv_bfloat16, "bf16")
 GDN_PRODUCTS(__half, "f16")
 #undef GDN_PRODUCTS
+#undef GDN_K_MAJOR
+#undef GDN_32
+#undef GDN_24
+#undef GDN_16
+#undef GDN_8
 #undef GDN_TILES
 #undef GDN_TILE
 

@@ -271,9 +271,10 @@ __device__ __forceinline__ void put_tiles(char* block, const Block& x, int lane)
     for (int h = 0; h < 2; h++) to[64 * e + 32 * h] = Pair<M>::pack(x[h][2 * e], x[h][2 * e + 1]);
 }
 // Block (i, j) of a record's matrix.
+__device__ __forceinline__ char* block_at(char* matrix, int i, int j) { return matrix + strip_at(j) + (3 - i) * 512; }
 template <class M>
 __device__ __forceinline__ void store_block(char* matrix, int i, int j, const Block& x, int lane) {
-  put_tiles<M>(matrix + strip_at(j) + (i - j) * 512, x, lane);
+  put_tiles<M>(block_at(matrix, i, j), x, lane);
 }
 
 // The diagonal block of an inverse, from where it lies transposed; and what of it is below its diagonal.

@@ -1,6 +1,6 @@
 // Prefill on sm_90a, first kernel: what a chunk of 64 tokens needs that does not depend on the state, all chunks and heads at
-// once. The mathematics and the care for alpha = 0 are those of chunks.cu, but for where beta is (kBetaAtSources); what is left behind: the triangular matrices and, where
-// the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
+// once. The mathematics and the care for alpha = 0 are those of chunks.cu, but for where beta is (kBetaAtSources); what is left behind: the triangular
+// matrices and, where the recurrence cannot read q and k in place, tiles of them, as the copy engine and wgmma want them (sm90_workspace.cuh).
 //
 // One CTA of four warps makes a chunk for one head of q and k and up to four state heads that share them. For the sake of shared
 // memory and L1 each warp keeps what it has: K K^T and Q K^T are products of the warpgroup, and of its 16 rows of them a warp
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
 #pragma unroll
     for (int i = 0; i < 4; i++) tensor_copy(shared + i * 8192, plan.maps[i / 2], i % 2 * 64, i < 2 ? kh : qh, int(token), &rows.landed);
   };
-  if (threadIdx.x == 0) {
+  if (warp == 0 && elected()) {
     barrier_init(&rows.landed, 1);
     barrier_init_done();
     if (boxes && turn < 2) bring_boxes();
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
       load_gates(bits, p, token, from, to, first_head + warp);
     make_gates<M>(p, gates[warp], bits, from, to);
   }
-  if (threadIdx.x == 0 && boxes && turn >= 2) bring_boxes();
+  if (warp == 0 && boxes && turn >= 2 && elected()) bring_boxes();
   boxes ? barrier_wait(&rows.landed, 0) : copy_wait<0>();
   if (!boxes || p.l2norm || !same) {
 #pragma unroll 1
@@ -352,8 +352,12 @@ __global__ void __launch_bounds__(32 * kWarps, std::is_same_v<T, M> ? kTogether 
     if (threadIdx.x == 0) {
       // Of the CTAs that share a head of q or k, the one with its first state head leaves the tile.
       const int64_t tile = same && plan.raw ? Plan::cut_tile(index, from > 0) : slot;
-      if (kh * p.k_group == first_head) bulk_store(plan.k_tiles + (tile * groups.heads_k + kh) * kTileBytes, k_tile, kTileBytes);
-      if (qh * p.q_group == first_head) bulk_store(plan.q_tiles + (tile * groups.heads_q + qh) * kTileBytes, q_tile, kTileBytes);
+      const auto store = [](char* to, const uint8_t* from) {
+#pragma unroll 1
+        for (int row = 0; row < 2 * kChunk; row += 16) bulk_store(to + reversed_row(row) * 128, from + row * 128, 16 * 128);
+      };
+      if (kh * p.k_group == first_head) store(plan.k_tiles + (tile * groups.heads_k + kh) * kTileBytes, k_tile);
+      if (qh * p.q_group == first_head) store(plan.q_tiles + (tile * groups.heads_q + qh) * kTileBytes, q_tile);
     }
     __syncwarp();
   }

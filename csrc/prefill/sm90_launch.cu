@@ -22,9 +22,9 @@
 namespace gdn {
 namespace {
 
-// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them. False if the driver refuses, or
+// Of a tensor [tokens, heads, 128] of 16 bits with strides in bytes; boxes as tensor_copy has them, of so many tokens. False if the driver refuses, or
 // knows no tensor maps. Its function is looked up through the runtime: nothing here links the driver's library.
-bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride, int box_tokens) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "the driver's");
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -36,7 +36,7 @@ bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t to
   }();
   if (encode == nullptr) return false;
   const cuuint64_t sizes[3] = {128, cuuint64_t(heads), cuuint64_t(tokens)}, strides[2] = {cuuint64_t(head_stride), cuuint64_t(token_stride)};
-  const cuuint32_t box[3] = {64, 1, 64}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {64, 1, cuuint32_t(box_tokens)}, steps[3] = {1, 1, 1};
   return encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -61,10 +61,11 @@ Path path_of(const PrefillParams& p) { return {p.sm90_rows, p.sm90_segment, p.sm
 #if GDN_SM90
 // The map of q, k, v or output, if the copy engine can take it in place. Encoded once for the tensors that a thread has seen last: a call asks
 // twice, for its scratch and for its launch.
-bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_t heads, int64_t tokens) {
+bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_t heads, int64_t tokens, int box_tokens) {
   struct Known {
     const void* data;
     int64_t head_stride, token_stride, heads, tokens;
+    int box_tokens;
     bool good;
     TensorMap map;
   };
@@ -75,33 +76,33 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
   thread_local Known known[kKnown] = {};
   thread_local int oldest = 0;
   for (const Known& x : known)
-    if (x.data == data && x.head_stride == head_stride && x.token_stride == token_stride && x.heads == heads && x.tokens == tokens) {
+    if (x.data == data && x.head_stride == head_stride && x.token_stride == token_stride && x.heads == heads && x.tokens == tokens && x.box_tokens == box_tokens) {
       map = x.map;
       return x.good;
     }
   Known& x = known[oldest];
   oldest = (oldest + 1) % kKnown;
-  x.data = data, x.head_stride = head_stride, x.token_stride = token_stride, x.heads = heads, x.tokens = tokens;
-  x.good = make_tensor_map(x.map, data, heads, tokens, head_stride, token_stride);
+  x.data = data, x.head_stride = head_stride, x.token_stride = token_stride, x.heads = heads, x.tokens = tokens, x.box_tokens = box_tokens;
+  x.good = make_tensor_map(x.map, data, heads, tokens, head_stride, token_stride, box_tokens);
   map = x.map;
   return x.good;
 }
 #endif
 
 // Whether the copy engine can read q and k where they are: maps[0], of k, and maps[1], of q.
-bool map_tiles(const PrefillParams& p, TensorMap* maps) {
+bool map_tiles(const PrefillParams& p, TensorMap* maps, int box_tokens) {
 #if GDN_SM90
-  return p.k_aligned && p.q_aligned && p.num_tokens >= kChunk && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
-         tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens);
+  return p.k_aligned && p.q_aligned && p.num_tokens >= kChunk && tensor_map(maps[0], p.k, p.k_stride, p.heads / p.k_group, p.num_tokens, box_tokens) &&
+         tensor_map(maps[1], p.q, p.q_stride, p.heads / p.q_group, p.num_tokens, box_tokens);
 #else
   return false;
 #endif
 }
 
-// Whether the recurrence does so: operands are of the inputs' own type. Not where q and k are normalised, since that rounds them to
-// their type, which no factor beside the products can do.
-bool reads_in_place(const PrefillParams& p, const Path& path, bool mapped) {
-  return mapped && !p.l2norm && (p.dtype == DType::f16 || !path.half);
+// Whether the recurrence does so, with maps of its own: operands are of the inputs' own type. Not where q and k are normalised, since that rounds them
+// to their type, which no factor beside the products can do.
+bool reads_in_place(const PrefillParams& p, const Path& path, TensorMap* groups) {
+  return !p.l2norm && (p.dtype == DType::f16 || !path.half) && map_tiles(p, groups, 16);
 }
 
 struct Sizes {
@@ -129,8 +130,8 @@ struct Sizes {
 // Whether one kernel can do it: all that comes and goes is what the copy engine can take.
 bool plan_pairs(const PrefillParams& p, PairPlan& plan) {
   if (!p.sm90_pairs || p.sm90_half || p.sm90_segment != 0 || p.dtype != DType::bf16 || !p.q_aligned || !p.k_aligned || !p.v_aligned) return false;
-  return tensor_map(plan.q, p.q, p.q_stride, p.heads / p.q_group, p.num_tokens) && tensor_map(plan.k, p.k, p.k_stride, p.heads / p.k_group, p.num_tokens) &&
-         tensor_map(plan.v, p.v, p.v_stride, p.heads / p.v_group, p.num_tokens) && tensor_map(plan.output, p.output, p.output_stride, p.heads, p.num_tokens);
+  return tensor_map(plan.q, p.q, p.q_stride, p.heads / p.q_group, p.num_tokens, 16) && tensor_map(plan.k, p.k, p.k_stride, p.heads / p.k_group, p.num_tokens, 16) &&
+         tensor_map(plan.v, p.v, p.v_stride, p.heads / p.v_group, p.num_tokens, kChunk) && tensor_map(plan.output, p.output, p.output_stride, p.heads, p.num_tokens, kChunk);
 }
 #endif
 
@@ -145,9 +146,9 @@ int64_t workspace(const PrefillParams& p) {
   PairPlan plan;
   if (plan_pairs(p, plan)) return 0;
 #endif
-  TensorMap maps[2];
+  TensorMap groups[2];
   const Path path = path_of(p);
-  return Sizes(p, path, reads_in_place(p, path, map_tiles(p, maps))).total();
+  return Sizes(p, path, reads_in_place(p, path, groups)).total();
 }
 
 #if GDN_SM90
@@ -157,8 +158,8 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   const Path path = path_of(p);
   Plan plan{};
   plan.path = path;
-  plan.mapped = map_tiles(p, plan.maps);
-  plan.raw = reads_in_place(p, path, plan.mapped);
+  plan.mapped = map_tiles(p, plan.maps, kChunk);
+  plan.raw = reads_in_place(p, path, plan.groups);
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;

@@ -36,8 +36,8 @@ constexpr int kBoxBytes = 8192;  // 64 tokens by 64 columns in 16 bits
 // Shared memory: a ring for what comes from memory, and one for what is made of it.
 constexpr int kTiles = 4, kValuesAt = 2 * kTileBytes, kTilesBytes = kValuesAt + kBoxBytes;
 static_assert(kKeysAt == 0 && kQueriesAt == kTileBytes, "layout");
-constexpr int kMatrices = 3, kScoresIn = kFullBytes, kGatesIn = 2 * kFullBytes, kPageIn = kGatesIn + kGateBytes<__nv_bfloat16>;
-constexpr int kMatricesBytes = (kPageIn + 8 + 127) / 128 * 128;
+constexpr int kMatrices = 3, kPageIn = kGatesAt + kGateBytes<__nv_bfloat16>, kMatricesBytes = kRecordBytes;  // of the form of records
+static_assert(kPageIn + 8 <= kScoresAt, "there is a place behind the gates");
 constexpr int kMatricesAt = kTiles * kTilesBytes, kCommonAt = kMatricesAt + kMatrices * kMatricesBytes;
 
 // What a pair does.
@@ -78,8 +78,8 @@ __device__ __forceinline__ const Unit& wait_unit(Common& common) {
 template <int kTogether>
 __device__ __forceinline__ void clean(uint8_t* tiles, int from, int to, int thread) {
   for (int i = thread; i < 5 * kChunk * 8; i += kTogether) {
-    const int row = i / 8 % kChunk;
-    if (row < from || row >= to) *reinterpret_cast<uint4*>(tiles + i * 16) = make_uint4(0, 0, 0, 0);
+    const int row = i / 8 % kChunk, t = i < 4 * kChunk * 8 ? reversed_row(row) : row;  // v is in order
+    if (t < from || t >= to) *reinterpret_cast<uint4*>(tiles + i * 16) = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -123,11 +123,19 @@ __device__ __forceinline__ void bring(uint8_t* ring, Common& common, const Prefi
     uint8_t* tiles = ring + place * kTilesBytes;
     if (chunk < unit.chunks) {
       if (chunk >= kTiles) barrier_wait(&common.keys_freed[place], parity_of(chunk - kTiles, kTiles));
-      if (lane == 0) {
+      __syncwarp();
+      if (elected()) {
         uint64_t* full = &common.keys_full[place];
         barrier_arrive_expect(full, 2 * kTileBytes);
-        for (int i = 0; i < 2; i++) tensor_copy(tiles + kKeysAt + i * kBoxBytes, plan.k, i * 64, unit.head_k, token, full);
-        for (int i = 0; i < 2; i++) tensor_copy(tiles + kQueriesAt + i * kBoxBytes, plan.q, i * 64, unit.head_q, token, full);
+#pragma unroll 1
+        for (int row = 0; row < kChunk; row += 16) {
+          uint8_t* to = tiles + reversed_row(row) * 128;
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            tensor_copy(to + kKeysAt + i * kBoxBytes, plan.k, i * 64, unit.head_k, token + row, full);
+            tensor_copy(to + kQueriesAt + i * kBoxBytes, plan.q, i * 64, unit.head_q, token + row, full);
+          }
+        }
       }
     }
     if (chunk >= kTiles && chunk - kTiles < unit.chunks) take(chunk - kTiles);
@@ -205,14 +213,7 @@ __device__ __forceinline__ void write_gates(float* out, const Gates& gates, floa
   }
 }
 
-// Blocks of full matrices in shared memory, as store_block() has them in records: tiles of the strip of source tokens 16 j..
-__device__ __forceinline__ char* block_at(char* matrix, int i, int j) { return matrix + j * kFullStripBytes + i * 512; }
-
-template <class M>
-__device__ __forceinline__ void put_block(char* matrix, int i, int j, const Block& x, int lane) {
-  put_tiles<M>(block_at(matrix, i, j), x, lane);
-}
-// The same of a block that is there transposed.
+// store_block() of a block that is there transposed.
 template <class M>
 __device__ __forceinline__ void put_transposed(char* matrix, int i, int j, const Block& x, int lane) {
   uint32_t tiles[4];
@@ -279,24 +280,31 @@ __device__ __forceinline__ Left get(const uint4 (&from)[2][32], int lane) {
 // Coupling and scores of a chunk, by the makers together.
 template <class T>
 __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& tiles, Common& common, const Gates& gates, float scale, int warp, int lane) {
+  const auto in_order = [](float (&to)[8][4], const float (&from)[8][4]) {  // columns of a product by their tokens
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[n][i] = from[reversed_tile(n)][i];
+  };
   const int g = lane / 4, q = lane % 4;
-  char *coupling = reinterpret_cast<char*>(matrices), *scores = coupling + kScoresIn;
+  char *coupling = reinterpret_cast<char*>(matrices), *scores = coupling + kScoresAt;
   float* mine = common.diagonals + warp * kPitch;
   Right lower[3] = {};  // -L left of the diagonal, the block next to it first
   // K K^T first, since the inverse hangs on it.
-  float qk[8][4];
+  float product[8][4];
   {
-    float kk[8][4];
+    float kk_product[8][4], kk[8][4];
     multiply_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_tiles<T>(kk, tiles.k_columns + columns_at(k), tiles.k_columns + columns_at(k), k > 0);
+    for (int k = 0; k < 8; k++) multiply_tiles<T>(kk_product, tiles.k_columns + columns_at(k), tiles.k_columns + columns_at(k), k > 0);
     multiply_commit();
 #pragma unroll
-    for (int k = 0; k < 8; k++) multiply_tiles<T>(qk, tiles.q_columns + columns_at(k), tiles.k_columns + columns_at(k), k > 0);
+    for (int k = 0; k < 8; k++) multiply_tiles<T>(product, tiles.q_columns + columns_at(k), tiles.k_columns + columns_at(k), k > 0);
     multiply_commit();
-    write_gates(reinterpret_cast<float*>(matrices + kGatesIn), gates, scale, warp);
+    write_gates(reinterpret_cast<float*>(matrices + kGatesAt), gates, scale, warp);
     multiply_wait<1>();
-    pin(kk);
+    pin(kk_product);
+    in_order(kk, kk_product);
     Block keys;
     select_block(keys, kk, warp);
     float* place = lower_place(common.diagonals, warp);
@@ -320,12 +328,14 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
   {
     Block x, below;
     load_diagonal(x, below, mine);
-    put_block<T>(coupling, warp, warp, below, lane);  // without the identity
+    store_block<T>(coupling, warp, warp, below, lane);  // without the identity
     diagonal = round_right(x);
   }
   multiply_wait<0>();
-  pin(qk);
+  pin(product);
   {
+    float qk[8][4];
+    in_order(qk, product);
 #pragma unroll
     for (int n = 0; n < 8; n++)
 #pragma unroll
@@ -333,9 +343,9 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
     Block queries, x = {};
     select_block(queries, qk, warp);
     each_decay<T>(gates, warp, [&](int e, int h, const float(&decay)[2], float) { set_scores(x, queries, e, h, decay); });
-    put_block<T>(scores, warp, warp, x, lane);
+    store_block<T>(scores, warp, warp, x, lane);
     float by[2] = {gates.before[16 * warp + g], gates.before[16 * warp + g + 8]};
-    each_left_block([&](int j, const Block& x) { put_block<T>(scores, warp, j, x, lane); }, gates, qk, by, warp);
+    each_left_block([&](int j, const Block& x) { store_block<T>(scores, warp, j, x, lane); }, gates, qk, by, warp);
   }
   meet<kMakers>();
 
@@ -371,7 +381,7 @@ __device__ __forceinline__ void make_matrices(uint8_t* matrices, const Tiles& ti
 
 template <class T>
 __device__ __forceinline__ void make(uint8_t* ring, uint8_t* matrices_ring, Common& common, const PrefillParams& p) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % kMakers, rank = pair_rank();
+  const int warp = 3 - int(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, thread = threadIdx.x % kMakers, rank = pair_rank();  // warp: the how many-th 16 tokens
   const Unit& unit = wait_unit(common);
   int until = 0;
   int64_t next_page = 0;
@@ -433,7 +443,7 @@ __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* from) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     uint32_t tiles[4];
-    load_tiles_transposed(tiles, from + 2048 * j);
+    load_tiles_transposed(tiles, from + reversed_row(16 * j) * 128);
 #pragma unroll
     for (int i = 0; i < 4; i++) v[4 * j + i] = tiles[i];
   }
@@ -442,7 +452,7 @@ __device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* to)
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const uint32_t tiles[4] = {o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
-    store_tiles_transposed(to + 2048 * j, tiles);
+    store_tiles_transposed(to + reversed_row(16 * j) * 128, tiles);
   }
 }
 
@@ -475,7 +485,7 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
     for (int chunk = 0, left = unit.chunks; left > 0; chunk++, left--) {
       uint8_t* tiles = tiles_of(chunk);
       const uint8_t* matrices = matrices_ring + chunk % kMatrices * kMatricesBytes;
-      const auto* gates = reinterpret_cast<const float*>(matrices + kGatesIn);
+      const auto* gates = reinterpret_cast<const float*>(matrices + kGatesAt);
       float2 gamma[8];
       load_gates(gamma, gates, kGamma, lane);
       advance<T, T, true>(s, x, o, v, gamma, operand, factor, gates, operands(chunk), lane, [] {});
@@ -509,9 +519,9 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
 __device__ __forceinline__ void prefetch_guess(const PrefillParams& p, const PairPlan& plan, int v0) {
   const int lane = threadIdx.x % 32, unit = int(blockIdx.x / 2), index = unit / p.heads, head = unit - index * p.heads;
   const int64_t token = index * int64_t(uint32_t(p.num_tokens) / uint32_t(p.num_seqs));
-  if (lane < 2) {
-    tensor_prefetch(plan.k, lane * 64, head / p.k_group, int(token));
-    tensor_prefetch(plan.q, lane * 64, head / p.q_group, int(token));
+  if (lane < 16) {
+    const bool q = lane >= 8;
+    tensor_prefetch(q ? plan.q : plan.k, lane % 8 / 4 * 64, head / (q ? p.q_group : p.k_group), int(token) + lane % 4 * 16);
     if (lane == 0) tensor_prefetch(plan.v, v0, head / p.v_group, int(token));
     if (lane == 1 && p.read_rows.data == nullptr && p.pages.indices.data == nullptr && p.initial.data != nullptr && p.initial.dtype == DType::f32 && p.initial.aligned && p.initial.v == kHead)
       bulk_prefetch(static_cast<const float*>(p.initial.data) + index * p.initial.row + head * p.initial.head + v0 * kHead, kRows * kHead * 4);
@@ -545,10 +555,6 @@ __global__ void __launch_bounds__(kThreads, 1) pairs(const __grid_constant__ Pre
     if (lane == 0) barrier_init(&common.found, 1);
     barrier_init_done();
   }
-  // What lies above the diagonal stays zero.
-  for (int i = threadIdx.x; i < kMatrices * 2 * kFullBytes / 16; i += kThreads)
-    *reinterpret_cast<uint4*>(matrices + i / (2 * kFullBytes / 16) * kMatricesBytes + i % (2 * kFullBytes / 16) * 16) = make_uint4(0, 0, 0, 0);
-  fence_async_proxy();
   if (p.zero_rest) zero_rest(p, kHead);  // here, since it brings cu_seqlens for find_unit()
   __syncthreads();
   pair_arrive();  // who reaches into the other CTA's shared memory waits first

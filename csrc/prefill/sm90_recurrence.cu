@@ -1,10 +1,11 @@
-// Prefill on sm_90a, second kernel: the recurrence over chunks. The mathematics is that of recurrence.cu, but for where beta is (kBetaAtSources), and transposed,
-// V rows first, so that S, Y and U are accumulators of one product and left operands of the next in the same registers.
+// Prefill on sm_90a, second kernel: the recurrence over chunks. The mathematics is that of recurrence.cu, but for where beta is (kBetaAtSources), and
+// transposed, V rows first, so that S, Y and U are accumulators of one product and left operands of the next in the same registers.
 //
 //   roles    a warpgroup of 64 V rows keeps its part of the state in registers from the first chunk to the last and does all
 //            arithmetic with wgmma; CTAs of two such groups take a whole head, CTAs of one take half. One more warpgroup
 //            brings the chunks: q, k, coupling, scores and gates by the copy engine, V by cp.async, several chunks ahead. q and k
 //            come straight from the caller's tensors where operands have their type, and else as tiles that the first kernel left.
+//   order    groups of 16 tokens are reversed in tiles of k and q, and so in all that is multiplied with these: sm90_workspace.cuh says why.
 //   hand-over  two barriers a stage: `full` when everything has landed, `empty` when all consumers are done with it.
 //   units    a CTA stays on its multiprocessor and takes one unit of work after another: the loads of the next begin while the
 //            last chunks of one are computed. The first warp of the producers says what comes next.
@@ -25,22 +26,22 @@ namespace gdn {
 namespace sm90 {
 namespace {
 
-constexpr int kStages = 3;
 constexpr int kProducers = 128, kCarriers = 96;
 template <int kGroups>
 constexpr int kThreads = 128 * kGroups + kProducers;
+template <int kGroups>
+constexpr int kStages = kGroups == 1 ? 4 : 3;  // as many as shared memory holds
 
 // Shared memory of one stage; a segment's start is a multiple of 1024.
 template <int kGroups>
 struct Stage {
   static constexpr int v_row_bytes = 128 * kGroups + 16;  // so that eight rows' pieces lie in different banks
-  static constexpr int k = kKeysAt, q = kQueriesAt, coupling = kCouplingAt, scores = kFullScoresAt;
-  static constexpr int v = scores + kFullBytes;
-  static constexpr int gates = v + kChunk * v_row_bytes;
+  static constexpr int k = kKeysAt, q = kQueriesAt, record = kRecordAt, gates = record + kGatesAt;
+  static constexpr int v = record + kRecordBytes;
 
   // Of a stage that holds a state instead, float32 [64 kGroups, 128]: rows lie apart, so that they begin in different banks.
   static constexpr int state_row = kHead * 4 + 32;
-  static constexpr int of_chunk = gates + kGateFloats * 4, of_state = 64 * kGroups * state_row;
+  static constexpr int of_chunk = v + kChunk * v_row_bytes, of_state = 64 * kGroups * state_row;
   static constexpr int bytes = ((of_chunk > of_state ? of_chunk : of_state) + 1023) / 1024 * 1024;
 };
 
@@ -75,13 +76,14 @@ struct Left {
 };
 
 // Behind the stages.
+template <int kGroups>
 struct Common {
-  uint64_t full[kStages], empty[kStages], exchanged[kStages], unit_full[kUnits], unit_empty[kUnits];
+  uint64_t full[kStages<kGroups>], empty[kStages<kGroups>], exchanged[kStages<kGroups>], unit_full[kUnits], unit_empty[kUnits];
   Unit units[kUnits];
-  Left left[kStages * kCarriers];  // each thread its own
+  Left left[kStages<kGroups> * kCarriers];  // each thread its own
   // Of each stage, the row for the state behind its chunk, negative if it goes nowhere: no page or interval of checkpoints ends there, or
   // the list says so. As wide as the list's entries.
-  int64_t page[kStages];
+  int64_t page[kStages<kGroups>];
   int64_t next_page;  // of the list, the entry for the next
   // What each lane of the warp that deals finds, all the same: registers are short there, and one copy would be a race.
   Unit drafts[32];
@@ -89,9 +91,9 @@ struct Common {
 
 template <int kGroups>
 constexpr int shared_bytes() {
-  return 1024 + kStages * Stage<kGroups>::bytes + int(sizeof(Common));
+  return 1024 + kStages<kGroups> * Stage<kGroups>::bytes + int(sizeof(Common<kGroups>));
 }
-static_assert(shared_bytes<2>() <= 227 << 10, "shared memory of a multiprocessor");
+static_assert(shared_bytes<1>() <= 227 << 10 && shared_bytes<2>() <= 227 << 10, "shared memory of a multiprocessor");
 
 // The chunks of the segment in a slot. Segments are counted from the sequence's first chunk in this call.
 __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
@@ -247,7 +249,7 @@ __device__ __forceinline__ int64_t forgotten_before(const Plan& plan, const Sequ
 // What comes next, into the warp's drafts: units are dealt out as CTAs become free, so that long and short sequences mix; a CTA asks
 // for the number of its next one no sooner. A warp together.
 template <int kGroups, bool kOutput>
-__device__ __forceinline__ void draft(Common& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
+__device__ __forceinline__ void draft(Common<kGroups>& common, const PrefillParams& p, const Plan& plan, uint32_t count, uint32_t turn) {
   const int lane = threadIdx.x % 32;
   Unit& unit = common.drafts[lane];
   uint32_t next = blockIdx.x;
@@ -281,7 +283,8 @@ __device__ __forceinline__ void draft(Common& common, const PrefillParams& p, co
 }
 
 // Tells the others.
-__device__ __forceinline__ void deal(Common& common, uint32_t turn) {
+template <int kGroups>
+__device__ __forceinline__ void deal(Common<kGroups>& common, uint32_t turn) {
   const int lane = threadIdx.x % 32;
   barrier_wait(&common.unit_empty[turn % kUnits], turn / kUnits % 2 ^ 1);
   __syncwarp();
@@ -291,92 +294,96 @@ __device__ __forceinline__ void deal(Common& common, uint32_t turn) {
   barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
-// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, one a lane. The tiles may be
-// boxes of the caller's tensors, two each (Plan::raw), but for chunks that are cut short: a box would bring neighbours' tokens too.
+// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, all by
+// one lane: by several they take longer. The tiles may be boxes of the caller's tensors, of 16 tokens each, since groups of these are reversed (Plan::raw), but for chunks that are cut short: a box would bring neighbours' tokens too.
 template <class T, class M, int kGroups, bool kOutput>
-__device__ __forceinline__ void bring(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
+__device__ __forceinline__ void bring(uint8_t* stages, Common<kGroups>& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
   using S = Stage<kGroups>;
   constexpr int kAll = (kTileBytes + kTriangleBytes) * (kOutput ? 2 : 1) + kGateBytes<M>;
-  constexpr int kFirstTile = 9, kFirstQ = 11, kBoxes = kOutput ? 4 : 2;  // lanes
   const int lane = threadIdx.x % 32;
   const bool raw = std::is_same_v<T, M> && plan.raw;
   uint32_t filled = 0;
-  // What this lane copies of each chunk, of so many more. Where from: in pieces of 16 bytes of the workspace, for want of registers;
-  // or the token, with `head`.
-  uint32_t from = 0, step = 0;
-  int to = 0, bytes = 0, chunks = 0, head = 0;
+  int chunks = 0, index = 0;
+  // Of the next chunk: where its record and its tiles of k and q are, in pieces of 16 bytes of the workspace for want of registers, and how far on the next
+  // tiles; or its first token, and the heads.
+  uint32_t record = 0, k = 0, q = 0, k_step = 0, q_step = 0;
   bool cut_first = false, cut_last = false;  // raw: whether the next chunk, or the unit's last, has rows that are no tokens
-  const auto fill = [&](int count, const Unit& unit) {
-    for (; count > 0; count--, chunks--, filled++) {
-      const uint32_t number = filled % kStages;
-      uint8_t* stage = stages + number * S::bytes;
-      uint64_t* full = &common.full[number];
-      barrier_wait(&common.empty[number], filled / kStages % 2 ^ 1);
-      const bool in_front = cut_first, cut = raw && (in_front || (cut_last && chunks == 1));
-      cut_first = false;
-      if (lane == 0) barrier_arrive_expect(full, kAll);
-      __syncwarp();
-      if (bytes > 0) bulk_copy(stage + to, plan.records + int64_t(from) * 16, bytes, full);
-      if (raw && lane >= kFirstTile && lane < kFirstTile + kBoxes) {
-        const bool q = lane >= kFirstQ;
-        if (!cut) {
-          tensor_copy(stage + to, plan.maps[q], (lane - kFirstTile) % 2 * 64, head, int(from), full);
-        } else if ((lane - kFirstTile) % 2 == 0) {
-          const int64_t tile = Plan::cut_tile(int(unit.work.index), in_front) * (p.heads / (q ? p.q_group : p.k_group)) + head;
-          bulk_copy(stage + to, (q ? plan.q_tiles : plan.k_tiles) + tile * kTileBytes, kTileBytes, full);
-        }
-      }
-      from += step;
-    }
-  };
   for (uint32_t turn = 0;; turn++) {
     // The first unit, or, now that stages are full and there is time, the one after that at hand.
     draft<kGroups, kOutput>(common, p, plan, units, turn);
-    deal(common, turn);
-    if (turn > 0) {
-      fill(chunks, common.units[(turn - 1) % kUnits]);
-      barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
+    deal<kGroups>(common, turn);
+    // What is left of the unit before, and what this one begins with.
+#pragma unroll 1
+    for (int part = turn > 0 ? 0 : 1; part < 2; part++) {
+      int count = chunks;
+      if (part == 1) {
+        if (turn > 0) barrier_arrive(&common.unit_empty[(turn - 1) % kUnits]);
+        barrier_wait(&common.unit_full[turn % kUnits], turn / kUnits % 2);
+        const Unit& unit = common.units[turn % kUnits];
+        if (unit.end) return;
+        const Work& work = unit.work;
+        index = work.index;
+        const int64_t slot = unit.sequence.slot(work.index) + work.begin;
+        record = uint32_t((plan.record(slot, work.head) - plan.records) / 16);
+        const int head_k = work.head / p.k_group, head_q = work.head / p.q_group;
+        if (raw) {
+          k = uint32_t(unit.sequence.first_token(work.begin)), k_step = head_k, q_step = head_q;
+        } else {
+          const int heads_k = p.heads / p.k_group, heads_q = p.heads / p.q_group;
+          constexpr uint32_t kPieces = kTileBytes / 16;
+          k = uint32_t((plan.k_tiles - plan.records) / 16) + uint32_t(slot * heads_k + head_k) * kPieces, k_step = heads_k * kPieces;
+          q = uint32_t((plan.q_tiles - plan.records) / 16) + uint32_t(slot * heads_q + head_q) * kPieces, q_step = heads_q * kPieces;
+        }
+        // The same for all lanes, as the compiler sees now.
+        const auto uniform = [](auto& x) { x = __shfl_sync(0xffffffffu, x, 0); };
+        uniform(record), uniform(k), uniform(q), uniform(k_step), uniform(q_step);
+        chunks = int(work.end - work.begin);
+        uniform(chunks), uniform(index);
+        if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
+        if (kOutput && plan.staged && turn > 0) {  // the stage of the state, which others bring
+          uint64_t* full = &common.full[filled % kStages<kGroups>];
+          barrier_wait(&common.empty[filled % kStages<kGroups>], filled / kStages<kGroups> % 2 ^ 1);
+          __syncwarp();  // or a lane that has not seen this phase yet might miss it: the stage can come and go without this warp
+          filled++;
+          if (lane == 0) barrier_arrive(full);
+        }
+        if (turn == 0) wait_for_previous();  // V and the state come meanwhile
+        // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
+        count = chunks > kShort ? chunks - 2 : chunks < kStages<kGroups> ? chunks : kStages<kGroups>;
+      }
+      for (; count > 0; count--, chunks--, filled++) {
+        const uint32_t number = filled % kStages<kGroups>;
+        uint64_t* full = &common.full[number];
+        barrier_wait(&common.empty[number], filled / kStages<kGroups> % 2 ^ 1);
+        const bool in_front = cut_first, cut = raw && (in_front || (cut_last && chunks == 1));
+        cut_first = false;
+        __syncwarp();
+        uint8_t* stage = stages + number * S::bytes;
+        const auto at = [&](uint32_t place) { return plan.records + int64_t(place) * 16; };
+        if (elected()) {
+          barrier_arrive_expect(full, kAll);
+          bulk_copy(stage + S::record, at(record), kGatesAt + kGateBytes<M>, full);
+          if (kOutput) bulk_copy(stage + S::record + kScoresAt, at(record) + kScoresAt, kTriangleBytes, full);
+          if (raw && !cut) {
+#pragma unroll 1
+            for (int row = 0; row < kChunk; row += 16) {
+              uint8_t* to = stage + reversed_row(row) * 128;
+#pragma unroll
+              for (int half = 0; half < 2; half++) {
+                tensor_copy(to + S::k + half * (kTileBytes / 2), plan.groups[0], half * 64, int(k_step), int(k) + row, full);
+                if (kOutput) tensor_copy(to + S::q + half * (kTileBytes / 2), plan.groups[1], half * 64, int(q_step), int(k) + row, full);
+              }
+            }
+          } else {
+            const int64_t tile = cut ? Plan::cut_tile(index, in_front) : 0;
+            bulk_copy(stage + S::k, cut ? plan.k_tiles + (tile * (p.heads / p.k_group) + k_step) * kTileBytes : at(k), kTileBytes, full);
+            if (kOutput) bulk_copy(stage + S::q, cut ? plan.q_tiles + (tile * (p.heads / p.q_group) + q_step) * kTileBytes : at(q), kTileBytes, full);
+          }
+        }
+        record += plan.heads * uint32_t(kRecordBytes / 16);
+        raw ? k += kChunk : (k += k_step, q += q_step);
+      }
     }
-    barrier_wait(&common.unit_full[turn % kUnits], turn / kUnits % 2);
-    const Unit& unit = common.units[turn % kUnits];
-    if (unit.end) break;
-    const Work& work = unit.work;
-    const int64_t slot = unit.sequence.slot(work.index) + work.begin;
-    bytes = 0;
-    const int which = unhoisted(lane);  // what follows is not worth registers from unit to unit
-    if (which < 9) {
-      const bool scores = which / 4 == 1;
-      const int k = which % 4;
-      from = uint32_t((plan.record(slot, work.head) - plan.records) / 16), step = plan.heads * uint32_t(kRecordBytes / 16);
-      if (which == 8)
-        from += kGatesAt / 16, to = S::gates, bytes = kGateBytes<M>;
-      else  // strips of coupling and scores
-        from += ((scores ? kScoresAt : 0) + strip_at(k)) / 16, to = (scores ? S::scores : S::coupling) + full_strip_at(k), bytes = strip_bytes(k);
-      if (scores && !kOutput) bytes = 0;
-    } else if (raw) {
-      const bool q = which >= kFirstQ;
-      from = uint32_t(unit.sequence.first_token(work.begin)), step = kChunk;
-      head = work.head / (q ? p.q_group : p.k_group);
-      to = (q ? S::q : S::k) + (which - kFirstTile) % 2 * 8192;
-    } else if (which < 11) {
-      const bool q = which == 10;
-      const int group = q ? p.q_group : p.k_group, heads = p.heads / group;
-      from = uint32_t(((q ? plan.q_tiles : plan.k_tiles) - plan.records) / 16) + uint32_t(slot * heads + work.head / group) * (kTileBytes / 16);
-      step = heads * uint32_t(kTileBytes / 16);
-      to = q ? S::q : S::k, bytes = q && !kOutput ? 0 : kTileBytes;
-    }
-    chunks = int(work.end - work.begin);
-    if (raw) cut_first = unit.sequence.from(work.begin) > 0, cut_last = unit.sequence.to(work.end - 1) < kChunk;
-    if (kOutput && plan.staged && turn > 0) {  // the stage of the state, which others bring
-      uint64_t* full = &common.full[filled % kStages];
-      barrier_wait(&common.empty[filled % kStages], filled / kStages % 2 ^ 1);
-      __syncwarp();  // or a lane that has not seen this phase yet might miss it: the stage can come and go without this warp
-      filled++;
-      if (lane == 0) barrier_arrive(full);
-    }
-    if (turn == 0) wait_for_previous();  // V and the state come meanwhile
-    // A unit is taken late, or it would wait behind a long one while others go idle; but of short ones the next is wanted soon.
-    fill(chunks > kShort ? chunks - 2 : chunks < kStages ? chunks : kStages, unit);
   }
 }
 
@@ -407,19 +414,15 @@ __device__ __forceinline__ void bring_state(uint8_t* stage, uint64_t* full, cons
   barrier_arrive_copies(full);
 }
 
-// The state that the consumers left, if it goes anywhere; and coupling and scores become zero again, since what lies above the
-// diagonal is never copied. The carriers together, a row a warp; then the stage is free.
+// The state that the consumers left, if it goes anywhere. The carriers together, a row a warp; then the stage is free.
 template <int kGroups>
 __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, float* state, int64_t step) {
-  using S = Stage<kGroups>;
   const int thread = threadIdx.x - 128 * kGroups - 32, lane = thread % 32;
-  float* to = state + thread / 32 * step + lane * 4;
+  if (state != nullptr) {
+    float* to = state + thread / 32 * step + lane * 4;
 #pragma unroll 2
-  for (int row = thread / 32; row < 64 * kGroups; row += kCarriers / 32, to += kCarriers / 32 * step) {
-    const int at = row * S::state_row + lane * 16;
-    auto& piece = *reinterpret_cast<uint4*>(stage + at);
-    if (state != nullptr) store_global(to, piece);
-    if (at >= S::coupling && at < S::v) piece = make_uint4(0, 0, 0, 0);
+    for (int row = thread / 32; row < 64 * kGroups; row += kCarriers / 32, to += kCarriers / 32 * step)
+      store_global(to, *reinterpret_cast<const uint4*>(stage + row * Stage<kGroups>::state_row + lane * 16));
   }
   fence_async_proxy();
   meet<kCarriers>();
@@ -428,7 +431,7 @@ __device__ __forceinline__ void take_state(uint8_t* stage, uint64_t* empty, floa
 
 // Carries V, or a state, into each stage, once what the consumers left there is out.
 template <int kGroups, bool kOutput>
-__device__ __forceinline__ void carry(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
+__device__ __forceinline__ void carry(uint8_t* stages, Common<kGroups>& common, const PrefillParams& p, const Plan& plan) {
   using S = Stage<kGroups>;
   const Share<kGroups> share(threadIdx.x - 128 * kGroups - 32);
   if (plan.path.segment > 0) wait_for_previous();  // for the states
@@ -436,7 +439,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
   uint32_t exchanged = 0;  // parities
   constexpr int kState = -1;  // as rows of what is left
   Left* left = common.left + threadIdx.x - 128 * kGroups - 32;  // of stage 0; kCarriers further on of the next
-  for (int i = 0; i < kStages; i++) left[i * kCarriers].rows = 0;
+  for (int i = 0; i < kStages<kGroups>; i++) left[i * kCarriers].rows = 0;
   const auto next_stage = [&](const Left& mine) {
     uint8_t* stage = stages + number * S::bytes;
     const Left was = left[number * kCarriers];
@@ -475,7 +478,7 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
       float* to = static_cast<float*>(p.final.data) + write * p.final.row + before.work.head * p.final.head + before.work.v0 * p.final.v;
       next_stage({leaves ? to : nullptr, kState});
       bring_state<kGroups>(stages + number * S::bytes, &common.full[number], p, plan, unit);
-      if (++number == kStages) number = 0, parity ^= 1;
+      if (++number == kStages<kGroups>) number = 0, parity ^= 1;
     }
     if (any) barrier_arrive(&common.unit_empty[(place + kUnits - 1) % kUnits]);
     any = true;
@@ -504,13 +507,13 @@ __device__ __forceinline__ void carry(uint8_t* stages, Common& common, const Pre
       }
       v += kChunk * p.v_stride.token, output += kChunk * p.output_stride.token;
       rows.from = 0;
-      if (++number == kStages) number = 0, parity ^= 1;
+      if (++number == kStages<kGroups>) number = 0, parity ^= 1;
     }
   }
   if constexpr (kOutput) {
-    for (int i = 0; i < kStages; i++) {
+    for (int i = 0; i < kStages<kGroups>; i++) {
       next_stage({});
-      if (++number == kStages) number = 0, parity ^= 1;
+      if (++number == kStages<kGroups>) number = 0, parity ^= 1;
     }
   }
 }
@@ -526,7 +529,7 @@ __device__ __forceinline__ void load_v(uint32_t (&v)[16], const uint8_t* from, b
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     uint32_t tiles[4] = {0, 0, 0, 0};
-    if (with_v) load_tiles_transposed(tiles, from + v_at<kGroups>(16 * j, 0));
+    if (with_v) load_tiles_transposed(tiles, from + v_at<kGroups>(reversed_row(16 * j), 0));
 #pragma unroll
     for (int i = 0; i < 4; i++) v[4 * j + i] = tiles[i];
   }
@@ -539,7 +542,7 @@ __device__ __forceinline__ void put_output(const uint32_t (&o)[16], uint8_t* to)
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     const uint32_t tiles[4] = {o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
-    store_tiles_transposed(to + v_at<kGroups>(16 * j, 0), tiles);
+    store_tiles_transposed(to + v_at<kGroups>(reversed_row(16 * j), 0), tiles);
   }
 }
 
@@ -563,7 +566,7 @@ __device__ __forceinline__ void exchange(float (&s)[16][4], uint8_t* rows, int r
 
 // The consumers' way through their chunks, with everything that becomes of the state.
 template <class T, class M, int kGroups, bool kOutput>
-__device__ __forceinline__ void consume(uint8_t* stages, Common& common, const PrefillParams& p, const Plan& plan) {
+__device__ __forceinline__ void consume(uint8_t* stages, Common<kGroups>& common, const PrefillParams& p, const Plan& plan) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   using S = Stage<kGroups>;
   constexpr bool kRoomy = kGroups == 1;  // with registers for what the next chunk begins with
@@ -573,7 +576,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
   // Of the ring of stages, the next, and the parity of its barriers.
   int number = 0, parity = 0;
   const auto step = [&] {
-    if (++number == kStages) number = 0, parity ^= 1;
+    if (++number == kStages<kGroups>) number = 0, parity ^= 1;
   };
   // The state, and what its rows were multiplied with (kBounded).
   float s[16][4], factor[2] = {1.f, 1.f};
@@ -617,10 +620,12 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common& common, const P
       warp_arrive(&common.exchanged[number]);
       step();
     } else {
+// Zeros, or of the identity this lane's rows: where tile 0's column 0 would be counted from the diagonal.
+      const int diagonal = unhoisted(transition ? work.v0 + 16 * warp + lane / 4 - 2 * (lane % 4) : -kHead);
 #pragma unroll
       for (int n = 0; n < 16; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = transition && 8 * n + 2 * (lane % 4) + i % 2 == work.v0 + 16 * warp + lane / 4 + i / 2 * 8 ? 1.f : 0.f;
+        for (int i = 0; i < 4; i++) s[n][i] = 8 * n + i % 2 - i / 2 * 8 == diagonal ? 1.f : 0.f;
       if (transition) {
       } else if (work.first) {
         // The final state may replace the initial one. So the first pass, which reads that, leaves a copy in place of the
@@ -726,10 +731,10 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
   GDN_SHARED(unaligned);
   let_next_start();
   uint8_t* stages = align_shared(unaligned, 1024);
-  auto& common = *reinterpret_cast<Common*>(stages + kStages * S::bytes);
-  // What needs nothing of the kernel before. What lies above the diagonal is never copied, and zero.
+  auto& common = *reinterpret_cast<Common<kGroups>*>(stages + kStages<kGroups> * S::bytes);
+  // What needs nothing of the kernel before.
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) {
+    for (int i = 0; i < kStages<kGroups>; i++) {
       barrier_init(&common.full[i], kCarriers + 1);
       barrier_init(&common.empty[i], 4 * kGroups * kWarpArrivals);
       barrier_init(&common.exchanged[i], 4 * kGroups * kWarpArrivals);
@@ -740,13 +745,8 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     }
     barrier_init_done();
     if (std::is_same_v<T, M> && plan.raw)
-      for (const TensorMap& map : plan.maps) prefetch_map(map);
+      for (const TensorMap& map : plan.groups) prefetch_map(map);
   }
-  for (int i = threadIdx.x; i < kStages * 2 * kFullBytes / 16; i += blockDim.x) {
-    const int number = i / (2 * kFullBytes / 16), at = i % (2 * kFullBytes / 16);
-    *reinterpret_cast<uint4*>(stages + number * S::bytes + S::coupling + at * 16) = make_uint4(0, 0, 0, 0);
-  }
-  fence_async_proxy();
   if (kOutput && p.zero_rest && plan.first_head == 0) zero_rest(p, kHead);
   __syncthreads();
   if (threadIdx.x >= 128 * kGroups) {

@@ -9,8 +9,8 @@
 namespace gdn {
 namespace sm90 {
 
-// Shared memory of a chunk, where both kernels have it: tiles of k and q, coupling and scores as full matrices.
-constexpr int kKeysAt = 0, kQueriesAt = kTileBytes, kCouplingAt = 2 * kTileBytes, kFullScoresAt = kCouplingAt + kFullBytes;
+// Shared memory of a chunk, where both kernels have it: tiles of k and q. In the recurrence the record follows.
+constexpr int kKeysAt = 0, kQueriesAt = kTileBytes, kRecordAt = 2 * kTileBytes;
 
 // Accumulators as left operands: tiles 2 k and 2 k + 1 are a [.., 16].
 template <class M, int N>
@@ -79,25 +79,25 @@ struct Tiles {
 
   // The stage is the same for all lanes, which the compiler sees only so, and then keeps descriptions in uniform registers.
   __device__ __forceinline__ Tiles(const uint8_t* stages, int offset) : Tiles(stages, Uniform{__shfl_sync(0xffffffffu, offset, 0)}) {}
-  // The same where the matrices lie elsewhere.
-  __device__ __forceinline__ Tiles(const uint8_t* ring, int tiles, int matrices)
-      : Tiles(ring, Uniform{__shfl_sync(0xffffffffu, tiles, 0)}, Uniform{__shfl_sync(0xffffffffu, matrices, 0)}) {}
+  // The same where the record lies elsewhere.
+  __device__ __forceinline__ Tiles(const uint8_t* ring, int tiles, int record)
+      : Tiles(ring, Uniform{__shfl_sync(0xffffffffu, tiles, 0)}, Uniform{__shfl_sync(0xffffffffu, record, 0)}) {}
 
  private:
   struct Uniform {
     int offset;
   };
-  __device__ __forceinline__ Tiles(const uint8_t* stages, const Uniform& stage) : Tiles(stages, stage, Uniform{stage.offset + kCouplingAt}) {}
-  __device__ __forceinline__ Tiles(const uint8_t* ring, const Uniform& tiles, const Uniform& matrices)
+  __device__ __forceinline__ Tiles(const uint8_t* stages, const Uniform& stage) : Tiles(stages, stage, Uniform{stage.offset + kRecordAt}) {}
+  __device__ __forceinline__ Tiles(const uint8_t* ring, const Uniform& tiles, const Uniform& record)
       : k_columns(describe(ring + kKeysAt, Layout::swizzled, 16, 1024) + tiles.offset),
         q_columns(k_columns + (kQueriesAt - kKeysAt)),
         k_rows(describe(ring + kKeysAt, Layout::swizzled, 8192, 1024) + tiles.offset),
-        coupling(describe(ring, Layout::plain, 128, 256) + matrices.offset),
-        scores(coupling + kFullBytes) {}
+        coupling(describe(ring, Layout::plain, 128, 256) + record.offset),
+        scores(coupling + kScoresAt) {}
 };
 
-// Products begin here and end where their results are wanted. X^T = S K^T. A warp issues these no faster than the tensor cores take them, so there
-// is time for something else between: between(k), of 8.
+// Products begin here and end where their results are wanted. X^T = S K^T. A warp issues these no faster than the tensor cores take them: between(k), of
+// 8, is what else may be done meanwhile.
 template <class M, class F>
 __device__ __forceinline__ void begin_x(float (&x)[8][4], const uint32_t (&operand)[32], const Description& k_columns, F&& between) {
   multiply_fence();
@@ -118,16 +118,28 @@ __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&opera
   multiply_commit();
 }
 
-// A chunk's gates of one array: of tokens 8 n + 2 (lane % 4) and the next.
-__device__ __forceinline__ void load_gates(float2 (&to)[8], const float* all_gates, int array, int lane) {
-  const auto* from = reinterpret_cast<const float2*>(all_gates + array * kChunk + 2 * (lane % 4));
-#pragma unroll
-  for (int n = 0; n < 8; n++) to[n] = load_shared(from + 4 * n);
+// d^T += a triangle: of each strip of 16 sources, what its targets are.
+template <class M>
+__device__ __forceinline__ void multiply_triangle(float (&d)[8][4], const uint32_t (&a)[16], const Description& triangle) {
+  multiply_k_major<M, 8>(d, a + 12, triangle + strip_at(0), 1);
+  multiply_k_major<M, 6>(d, a + 8, triangle + strip_at(1), 1);
+  multiply_k_major<M, 4>(d, a + 4, triangle + strip_at(2), 1);
+  multiply_k_major<M, 2>(d, a, triangle + strip_at(3), 1);
 }
 
-// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` is the chunk's, where beta is at the sources. What comes from shared memory
-// is loaded before products are issued: these go through the same queue, and it would wait behind them until the tensor cores take them. meanwhile() is
-// called while the new state is under way.
+// Of the gates from `at` on, those of this lane's two tokens of tile n.
+__device__ __forceinline__ float2 load_gate_pair(const float* gates, int at, int n, int lane) {
+  return load_shared(reinterpret_cast<const float2*>(gates + at + 2 * (lane % 4)) + 4 * reversed_tile(n));
+}
+// One array of a chunk's gates.
+__device__ __forceinline__ void load_gates(float2 (&to)[8], const float* gates, GateArray array, int lane) {
+#pragma unroll
+  for (int n = 0; n < 8; n++) to[n] = load_gate_pair(gates, array * kChunk, n, lane);
+}
+
+// One chunk of one warpgroup, from X to S, with O on its way. `operand` is the state rounded to M, `gamma` is the chunk's, where beta is at the
+// sources. What comes from shared memory is loaded before products are issued: these go through the same queue, and it would wait behind them until
+// the tensor cores take them. meanwhile() is called while the new state is under way.
 template <class T, class M, bool kOutput, class F>
 __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], float (&o)[8][4], const uint32_t (&v)[16], const float2 (&gamma)[8],
                                         uint32_t (&operand)[32], float (&factor)[2], const float* gates, const Tiles& tiles, int lane, F&& meanwhile) {
@@ -139,8 +151,8 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     for (int n = 0; n < 8; n++) {
       float2 beta = make_float2(1.f, 1.f), by_x = gamma[n];
       if constexpr (!kBetaAtSources<M>) {
-        beta = load_shared(reinterpret_cast<const float2*>(gates + kBetaAt + 2 * (lane % 4) + 8 * n));
-        by_x = load_shared(reinterpret_cast<const float2*>(gates + kGamma * kChunk + 2 * (lane % 4) + 8 * n));
+        beta = load_gate_pair(gates, kBetaAt, n, lane);
+        by_x = load_gate_pair(gates, kGamma * kChunk, n, lane);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -180,8 +192,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
 
   // U^T = Z^T + Z^T coupling^T, the identity's part in float32
   multiply_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++) multiply_k_major<M>(x, z + 4 * k, tiles.coupling + k * kFullStripBytes, 1);
+  multiply_triangle<M>(x, z, tiles.coupling);
   multiply_commit();
   if constexpr (kOutput) begin_o<M>(o, operand, tiles.q_columns, 1);
   // Meanwhile the decay of S.
@@ -216,8 +227,7 @@ __device__ __forceinline__ void advance(float (&s)[16][4], float (&x)[8][4], flo
     for (int n = 0; n < 8; n++) o[n][0] *= scale[n].x, o[n][1] *= scale[n].y, o[n][2] *= scale[n].x, o[n][3] *= scale[n].y;
     meanwhile();
     multiply_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++) multiply_k_major<M>(o, u + 4 * k, tiles.scores + k * kFullStripBytes, 1);
+    multiply_triangle<M>(o, u, tiles.scores);
     multiply_commit();
   }
   multiply_wait<kOutput ? 1 : 0>();

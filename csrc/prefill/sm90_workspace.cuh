@@ -1,11 +1,11 @@
 // Prefill on sm_90a: what its kernels leave for each other, and where. Chunks and their slots are those of workspace.h; what
 // lies in a slot is made for the copy engine: contiguous pieces that are, byte for byte, what wgmma wants in shared memory.
 //
-//   tiles    of q and of k, rows that are no tokens zero: [64, 128] 16-bit as two halves of 64 columns, rows of 128 bytes,
+//   tiles    of q and of k, rows that are no tokens zero: [64, 128] 16-bit as two halves of 64 columns, rows of 128 bytes, the last 16 first,
 //            16-byte piece c of row r at place c ^ (r % 8). Only where the recurrence cannot take q and k from the caller's tensors
 //            (Plan::raw). Norms, or other factors of rows, are in the gates and products.
-//   record   of a state head: coupling, gates, scores. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
-//            16 k + 15, the target tokens from 16 k on, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
+//   record   of a state head: coupling, gates, scores, in shared memory as they are here. Matrices as 8x8 tiles of 128 bytes. For source tokens 16 k to
+//            16 k + 15, the target tokens from 16 k on, the last 16 first, eight at a time, two tiles each (sources 16 k and 16 k + 8): what
 //            lies above the diagonal is not stored. Gates: gamma, scale * gamma, tail [64 each], times the factors of their rows of k, q, k;
 //            the decay over the whole chunk; the logarithm of what the norm of the chunk's transition cannot exceed; and beta (kBetaAtSources).
 #pragma once
@@ -38,8 +38,8 @@ constexpr int kTriangleBytes = 20 * 2 * 128;        // a matrix without what lie
 template <class M>
 constexpr bool kBetaAtSources = !std::is_same_v<M, __half>;
 // Gates: arrays of 64; behind three the decay over the chunk and the bound, of a whole sector as all that is written; then beta, unless it is at the sources.
-enum GateArray { kGamma, kScaleGamma, kTail, kOfChunk };
-constexpr int kDecayAt = kOfChunk * kChunk, kBoundAt = kDecayAt + 1, kBetaAt = kDecayAt + 8, kGateFloats = kBetaAt + kChunk;
+enum GateArray { kGamma, kScaleGamma, kTail, kGateArrays };
+constexpr int kDecayAt = kGateArrays * kChunk, kBoundAt = kDecayAt + 1, kBetaAt = kDecayAt + 8, kGateFloats = kBetaAt + kChunk;
 template <class M>
 constexpr int kGateBytes = (kBetaAtSources<M> ? kBetaAt : kGateFloats) * 4;
 constexpr int kGatesAt = kTriangleBytes;
@@ -47,13 +47,14 @@ constexpr int kScoresAt = kGatesAt + 1152;          // a multiple of 128
 constexpr int kRecordBytes = kScoresAt + kTriangleBytes;
 static_assert(kGateFloats * 4 <= 1152 && kRecordBytes % 128 == 0, "layout");
 
-// Where the strip of source tokens 16 k.. begins: in the triangle, and in the full matrix [64, 64] in shared memory, whose
-// strips have all 64 targets.
+// In accumulators and operands of the recurrence, and in its tiles of k and q, a chunk's tokens are by groups of 16, the last group first. So the
+// targets of a source are the first columns of a product, and a product with a triangle may leave out the others. (Of accumulators a product can take
+// the first, but not the last: the assembler would copy them.)
+__host__ __device__ constexpr int reversed_row(int row) { return row ^ 48; }
+__host__ __device__ constexpr int reversed_tile(int n) { return n ^ 6; }  // of 8 tokens
+
+// Where the strip of source tokens 16 k.. begins in a triangle.
 __host__ __device__ constexpr int strip_at(int k) { return (8 * k - k * (k - 1)) * 256; }
-__host__ __device__ constexpr int strip_bytes(int k) { return (8 - 2 * k) * 256; }
-__host__ __device__ constexpr int full_strip_at(int k) { return 2560 * k; }
-constexpr int kFullStripBytes = 8 * 256;
-constexpr int kFullBytes = 4 * kFullStripBytes;
 
 // Which way a call goes. From shapes alone: heuristics on the host, prefill_heuristics.py.
 struct Path {
@@ -81,7 +82,7 @@ struct Plan {
   int32_t multiprocessors;
   bool few;             // so few chunks and heads that the first kernel's CTAs all start together
   float tokens_a_slot;  // on average
-  TensorMap maps[2];    // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens
+  TensorMap maps[2], groups[2];  // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens, and by 16
 
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;
@@ -96,7 +97,7 @@ struct Plan {
 
 // What the path in one kernel (sm90_pairs.cu) gets instead.
 struct PairPlan {
-  TensorMap q, k, v, output;  // boxes of 64 columns of a head by 64 tokens
+  TensorMap q, k, v, output;  // boxes of 64 columns of a head by 16 tokens; v and output by 64
 };
 
 void launch_pairs(const PrefillParams& p, const PairPlan& plan, cudaStream_t stream);

@@ -128,17 +128,17 @@ inline void bulk_copy_peer(void* to, const void* from, int bytes, uint64_t* barr
 }
 
 // The stand-in for what the driver encodes. False where the driver would refuse.
-inline bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride) {
+inline bool make_tensor_map(TensorMap& map, const void* data, int64_t heads, int64_t tokens, int64_t head_stride, int64_t token_stride, int box_tokens) {
   const auto bad_stride = [](int64_t bytes) { return bytes % 16 != 0 || bytes <= 0 || bytes >= int64_t(1) << 40; };
   if (reinterpret_cast<uintptr_t>(data) % 16 || bad_stride(head_stride) || bad_stride(token_stride) || heads < 1 || tokens < 1) return false;
-  map = {{reinterpret_cast<uint64_t>(data), uint64_t(heads), uint64_t(tokens), uint64_t(head_stride), uint64_t(token_stride), 0x6d6170}};
+  map = {{reinterpret_cast<uint64_t>(data), uint64_t(heads), uint64_t(tokens), uint64_t(head_stride), uint64_t(token_stride), 0x6d6170, uint64_t(box_tokens)}};
   return true;
 }
 // Each element of a box that lies inside of the tensor, where it is in shared memory and there; null outside.
 template <class F>
 inline void each_of_box(const TensorMap& map, int column, int head, int token, F&& f) {
   const auto& x = map.words;
-  for (int t = 0; t < 64; t++)
+  for (int t = 0; t < int(x[6]); t++)
     for (int c = 0; c < 64; c++) {
       const bool inside = token + t >= 0 && token + t < int64_t(x[2]) && head >= 0 && head < int64_t(x[1]) && column + c >= 0 && column + c < 128;
       const uint32_t at = t * 128 + c * 2;
@@ -150,15 +150,17 @@ inline void check_box(const void* shared, const TensorMap& map) {
 }
 inline void tensor_copy(void* to, const TensorMap& map, int column, int head, int token, uint64_t* barrier) {
   check_box(to, map);
-  if (emu::hard) std::memset(to, 0xff, 8192);
+  const int bytes = int(map.words[6]) * 128;
+  if (emu::hard) std::memset(to, 0xff, bytes);
   emu::later(false, [=, &map] {
     each_of_box(map, column, head, token, [&](uint32_t at, const char* from) {
       const uint16_t zero = 0;
       std::memcpy(static_cast<char*>(to) + at, from ? from : reinterpret_cast<const char*>(&zero), 2);
     });
-    landed(barrier, 8192);
+    landed(barrier, bytes);
   });
 }
+inline bool elected() { return threadIdx.x % 32 == 0; }
 inline void tensor_store(const TensorMap& map, int column, int head, int token, const void* from) {
   check_box(from, map);
   emu::later(true, [=, &map] {
@@ -270,7 +272,7 @@ inline const uint8_t* swizzle(const uint8_t* address, Layout layout) {
 }
 
 // A warp's 16 rows of a product, with element (k, n) of b found by `at`.
-template <class T, int N, class At>
+template <class T, int kTiles = 0, int N, class At>
 inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
   struct Mine {
     uint32_t a[4];
@@ -280,7 +282,7 @@ inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
   float left[2][16];
   for (int i = 0; i < 2; i++)
     for (int k = 0; k < 16; k++) left[i][k] = element<T>(all[g * 4 + k % 8 / 2].a[i + k / 8 * 2], k % 2);
-  for (int n = 0; n < N; n++)
+  for (int n = 0; n < (kTiles > 0 ? kTiles : N); n++)
     for (int e = 0; e < 2; e++)
       for (int i = 0; i < 2; i++) {
         double sum = add ? d[n][2 * i + e] : 0.;
@@ -295,16 +297,16 @@ inline void multiply(float (&d)[N][4], const uint32_t* a, int add, At&& at) {
 
 using Words = std::array<uint32_t, 4>;
 
-template <class T>
+template <class T, int kTiles = 8>
 inline void multiply_k_major(float (&d)[8][4], const Words& a, const Description& b, int add) {
-  multiply<T>(d, a.data(), add, [&](int k, int n) {
+  multiply<T, kTiles>(d, a.data(), add, [&](int k, int n) {
     if (b.layout == Layout::plain) return b.start + k / 8 * b.leading + n / 8 * b.stride + n % 8 * 16 + k % 8 * 2;
     return swizzle(b.start + n / 8 * b.stride + n % 8 * 128 + k * 2, b.layout);
   });
 }
-template <class T>
+template <class T, int kTiles = 8>
 inline void multiply_k_major(float (&d)[8][4], const uint32_t* a, const Description& b, int add) {
-  product([&d, a = Words{a[0], a[1], a[2], a[3]}, b, add] { multiply_k_major<T>(d, a, b, add); });
+  product([&d, a = Words{a[0], a[1], a[2], a[3]}, b, add] { multiply_k_major<T, kTiles>(d, a, b, add); });
 }
 template <class T>
 inline void multiply_tiles(float (&d)[8][4], const Description& a, const Description& b, int add) {
