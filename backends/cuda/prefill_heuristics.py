@@ -29,7 +29,7 @@ CHUNK = 64
 HEAD = 128
 
 #: Microseconds on an H200. Before the first chunk; a chunk and head of the first kernel, on a multiprocessor.
-BASE, CHUNKS = 12.5, 0.85
+BASE, CHUNKS = 11.87, 0.803
 
 
 class Unit(NamedTuple):
@@ -41,13 +41,13 @@ class Unit(NamedTuple):
     busy: float
 
 
-RECURRENCE = {128: Unit(5.5, 1.52, 0.2), 64: Unit(4.4, 1.0, 0.02)}  #: by V rows
-FIRST_PASS = Unit(2.7, 1.0, 0.13)
+RECURRENCE = {128: Unit(6.05, 1.767, 0.16), 64: Unit(4.1, 0.942, 0.028)}  #: by V rows
+FIRST_PASS = Unit(5.88, 0.676, 0.27)
 #: With gates as models initialise them: the share of heads that remember a whole segment, whose transition is a unit of the first
 #: pass too; and how many chunks of a segment the others' units take.
-REMEMBER, FORGET = 0.55, 16.0
+REMEMBER, FORGET = 0.46, 23.7
 #: Of a split call: its launches; a segment of the scan.
-SPLIT, SCAN = 12.7, 2.06
+SPLIT, SCAN = 10.7, 2.12
 #: All in one launch: tokens of the longest sequence that may take it; the launch. By V rows, for each CTA that a multiprocessor takes,
 #: one after the other: up to 16 tokens, and what 64 take more.
 ONE_LAUNCH, LAUNCH = 64, 3.2
@@ -62,7 +62,7 @@ FUSED_NORM, NORM = 0.9, 2.0
 #: A split path must be estimated faster by this factor.
 DOUBT = 1.015
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
-ONE_IS_LONG = (0.08, 0.4)
+ONE_IS_LONG = (0.06, 0.87)
 SEGMENTS = (8, 16, 32, 64, 128)
 
 
