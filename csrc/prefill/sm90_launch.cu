@@ -72,7 +72,7 @@ bool tensor_map(TensorMap& map, const void* data, const Strides3& stride, int64_
   // In bytes. A dimension of one element has any stride; what is repeated is left to the first kernel.
   const int64_t head_stride = heads > 1 ? stride.head * 2 : 2 * kHead, token_stride = tokens > 1 ? stride.token * 2 : 2 * kHead;
   if (head_stride <= 0 || token_stride <= 0 || tokens < 1 || tokens > INT32_MAX - 2 * kChunk) return false;
-  constexpr int kKnown = 16;
+  constexpr int kKnown = 32;  // of eight calls
   thread_local Known known[kKnown] = {};
   thread_local int oldest = 0;
   for (const Known& x : known)
@@ -130,8 +130,10 @@ struct Sizes {
 // Whether one kernel can do it: all that comes and goes is what the copy engine can take.
 bool plan_pairs(const PrefillParams& p, PairPlan& plan) {
   if (!p.sm90_pairs || p.sm90_half || p.sm90_segment != 0 || p.dtype != DType::bf16 || !p.q_aligned || !p.k_aligned || !p.v_aligned) return false;
-  return tensor_map(plan.q, p.q, p.q_stride, p.heads / p.q_group, p.num_tokens, 16) && tensor_map(plan.k, p.k, p.k_stride, p.heads / p.k_group, p.num_tokens, 16) &&
-         tensor_map(plan.v, p.v, p.v_stride, p.heads / p.v_group, p.num_tokens, kChunk) && tensor_map(plan.output, p.output, p.output_stride, p.heads, p.num_tokens, kChunk);
+  return tensor_map(plan.q, p.q, p.q_stride, p.heads / p.q_group, p.num_tokens, 16) &&
+         tensor_map(plan.k, p.k, p.k_stride, p.heads / p.k_group, p.num_tokens, 16) &&
+         tensor_map(plan.v, p.v, p.v_stride, p.heads / p.v_group, p.num_tokens, kChunk) &&
+         tensor_map(plan.output, p.output, p.output_stride, p.heads, p.num_tokens, kChunk);
 }
 #endif
 
@@ -146,9 +148,9 @@ int64_t workspace(const PrefillParams& p) {
   PairPlan plan;
   if (plan_pairs(p, plan)) return 0;
 #endif
-  TensorMap groups[2];
+  TensorMap maps[2], groups[2];
   const Path path = path_of(p);
-  return Sizes(p, path, reads_in_place(p, path, groups)).total();
+  return Sizes(p, path, map_tiles(p, maps, kChunk) && reads_in_place(p, path, groups)).total();
 }
 
 #if GDN_SM90
@@ -159,7 +161,7 @@ void launch(const PrefillParams& p, cudaStream_t stream) {
   Plan plan{};
   plan.path = path;
   plan.mapped = map_tiles(p, plan.maps, kChunk);
-  plan.raw = reads_in_place(p, path, plan.groups);
+  plan.raw = plan.mapped && reads_in_place(p, path, plan.groups);
   const Sizes sizes(p, path, plan.raw);
   plan.slots = sizes.slots, plan.segments = sizes.segments;
   plan.output_aligned = (reinterpret_cast<uintptr_t>(p.output) | uintptr_t(p.output_stride.token) * 2 | uintptr_t(p.output_stride.head) * 2) % 16 == 0;

@@ -8,7 +8,7 @@
 //            both make its matrices.
 //   roles    consumers  a warpgroup that keeps its V rows of the state in registers, as in the recurrence
 //            makers     a warpgroup; a warp has 16 rows of K K^T and Q K^T, makes its rows of the scores, inverts its diagonal block, and finds its row
-//                       of blocks of the inverse in turns, the fourth warp in three
+//                       of blocks of the inverse in turns, that of the last 16 tokens (the first warp: rows are reversed) in three
 //            helpers    warps that look up the sequence; ask the copy engine for tiles, and to take outputs back; make gates; and see to the
 //                       chunks that the other CTA makes
 //   rings    tiles of q, k and V, four; matrices with gates, three.
@@ -434,7 +434,7 @@ __device__ __forceinline__ void make(uint8_t* ring, uint8_t* matrices_ring, Comm
 
 // --- consumers -----------------------------------------------------------------------------------------------------------
 
-// Where this lane's 16-byte pieces of V, and later of the output, are: of row 0 of the 16 tokens j, 2048 bytes further on each.
+// Where this lane's 16-byte pieces of V, and later of the output, are: of row 0 of 16 tokens, 2048 bytes further on each.
 __device__ __forceinline__ int v_place(int warp, int lane) {
   const int row = lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
   return kValuesAt + row * 128 + (piece ^ (row & 7)) * 16;
@@ -519,11 +519,18 @@ __device__ __forceinline__ void consume(uint8_t* ring, uint8_t* matrices_ring, C
 __device__ __forceinline__ void prefetch_guess(const PrefillParams& p, const PairPlan& plan, int v0) {
   const int lane = threadIdx.x % 32, unit = int(blockIdx.x / 2), index = unit / p.heads, head = unit - index * p.heads;
   const int64_t token = index * int64_t(uint32_t(p.num_tokens) / uint32_t(p.num_seqs));
-  if (lane < 16) {
-    const bool q = lane >= 8;
-    tensor_prefetch(q ? plan.q : plan.k, lane % 8 / 4 * 64, head / (q ? p.q_group : p.k_group), int(token) + lane % 4 * 16);
-    if (lane == 0) tensor_prefetch(plan.v, v0, head / p.v_group, int(token));
-    if (lane == 1 && p.read_rows.data == nullptr && p.pages.indices.data == nullptr && p.initial.data != nullptr && p.initial.dtype == DType::f32 && p.initial.aligned && p.initial.v == kHead)
+  if (elected()) {
+    const int head_k = head / p.k_group, head_q = head / p.q_group;
+#pragma unroll 1
+    for (int row = 0; row < kChunk; row += 16)
+#pragma unroll
+      for (int column = 0; column < kHead; column += 64) {
+        tensor_prefetch(plan.k, column, head_k, int(token) + row);
+        tensor_prefetch(plan.q, column, head_q, int(token) + row);
+      }
+    tensor_prefetch(plan.v, v0, head / p.v_group, int(token));
+    const bool known = p.initial.data != nullptr && p.read_rows.data == nullptr && p.pages.indices.data == nullptr;
+    if (known && p.initial.dtype == DType::f32 && p.initial.aligned && p.initial.v == kHead)
       bulk_prefetch(static_cast<const float*>(p.initial.data) + index * p.initial.row + head * p.initial.head + v0 * kHead, kRows * kHead * 4);
   }
   const auto prefetch = [&](const void* data, const Strides3& stride, DType dtype) {

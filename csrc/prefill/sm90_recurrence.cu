@@ -172,14 +172,14 @@ __device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& ro
 #pragma unroll
     for (int i = 0; i < Mine::kTimes; i += kBatch) {
       uint4 values[kBatch];
-      // The tile's last rows may be none of this thread's: it reads what lies behind the tile, and drops it.
+      // The tile's last rows may be none of this thread's.
+      const auto mine = [&](int time) { return (time + 1) * Mine::kRows <= kChunk || (time < Mine::kTimes && share.first + time * Mine::kRows < kChunk); };
 #pragma unroll
       for (int j = 0; j < kBatch; j++)
-        if (i + j < Mine::kTimes) values[j] = *reinterpret_cast<const uint4*>(from + v_at<kGroups>((i + j) * Mine::kRows, 0));
+        if (mine(i + j)) values[j] = *reinterpret_cast<const uint4*>(from + v_at<kGroups>((i + j) * Mine::kRows, 0));
 #pragma unroll
       for (int j = 0; j < kBatch; j++, to += step)
-        if ((i + j + 1) * Mine::kRows <= kChunk || (i + j < Mine::kTimes && share.first + (i + j) * Mine::kRows < kChunk))
-          store_global(to, values[j]);
+        if (mine(i + j)) store_global(to, values[j]);
     }
     return;
   }
@@ -294,8 +294,9 @@ __device__ __forceinline__ void deal(Common<kGroups>& common, uint32_t turn) {
   barrier_arrive(&common.unit_full[turn % kUnits]);
 }
 
-// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free: bulk copies, all by
-// one lane: by several they take longer. The tiles may be boxes of the caller's tensors, of 16 tokens each, since groups of these are reversed (Plan::raw), but for chunks that are cut short: a box would bring neighbours' tokens too.
+// Deals, and brings each chunk's tiles, matrices and gates into the next stage that is free, by copies that one lane asks for: by several they take
+// longer (elected()). The tiles may be boxes of the caller's tensors, of 16 tokens each, since groups of these are reversed (Plan::raw), but for
+// chunks that are cut short: a box would bring neighbours' tokens too.
 template <class T, class M, int kGroups, bool kOutput>
 __device__ __forceinline__ void bring(uint8_t* stages, Common<kGroups>& common, const PrefillParams& p, const Plan& plan, uint32_t units) {
   using S = Stage<kGroups>;
@@ -620,7 +621,7 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common<kGroups>& common
       warp_arrive(&common.exchanged[number]);
       step();
     } else {
-// Zeros, or of the identity this lane's rows: where tile 0's column 0 would be counted from the diagonal.
+      // Zeros, or of the identity this lane's rows: where tile 0's column 0 would be counted from the diagonal.
       const int diagonal = unhoisted(transition ? work.v0 + 16 * warp + lane / 4 - 2 * (lane % 4) : -kHead);
 #pragma unroll
       for (int n = 0; n < 16; n++)

@@ -118,7 +118,10 @@ __device__ __forceinline__ void begin_o(float (&o)[8][4], const uint32_t (&opera
   multiply_commit();
 }
 
-// d^T += a triangle: of each strip of 16 sources, what its targets are.
+// d^T += a triangle: of each strip of 16 sources, what its targets are. The longest product first, and this order is relied on: PTX promises an order of
+// products with the same accumulators only where they have one shape or a fence lies between them, but a shorter one here begins with the columns with
+// which the longer before it began, so it comes to each column no sooner than a product of that one's shape would. Fences make the assembler count each
+// product by itself, and the wait for S would wait for scores (docs/performance_notes.md).
 template <class M>
 __device__ __forceinline__ void multiply_triangle(float (&d)[8][4], const uint32_t (&a)[16], const Description& triangle) {
   multiply_k_major<M, 8>(d, a + 12, triangle + strip_at(0), 1);

@@ -82,7 +82,8 @@ struct Plan {
   int32_t multiprocessors;
   bool few;             // so few chunks and heads that the first kernel's CTAs all start together
   float tokens_a_slot;  // on average
-  TensorMap maps[2], groups[2];  // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens, and by 16
+  TensorMap maps[2];    // mapped: of k and of q, boxes of 64 columns of a head by 64 tokens
+  TensorMap groups[2];  // raw: the same by 16 tokens
 
   __host__ __device__ char* record(int64_t slot, int head) const {
     return records + (slot * heads + (head - first_head)) * kRecordBytes;
