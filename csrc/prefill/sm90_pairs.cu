@@ -127,15 +127,7 @@ __device__ __forceinline__ void bring(uint8_t* ring, Common& common, const Prefi
       if (elected()) {
         uint64_t* full = &common.keys_full[place];
         barrier_arrive_expect(full, 2 * kTileBytes);
-#pragma unroll 1
-        for (int row = 0; row < kChunk; row += 16) {
-          uint8_t* to = tiles + reversed_row(row) * 128;
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            tensor_copy(to + kKeysAt + i * kBoxBytes, plan.k, i * 64, unit.head_k, token + row, full);
-            tensor_copy(to + kQueriesAt + i * kBoxBytes, plan.q, i * 64, unit.head_q, token + row, full);
-          }
-        }
+        copy_tiles<true>(tiles, plan.k, plan.q, unit.head_k, unit.head_q, token, full);
       }
     }
     if (chunk >= kTiles && chunk - kTiles < unit.chunks) take(chunk - kTiles);

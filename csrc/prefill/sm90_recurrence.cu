@@ -366,15 +366,7 @@ __device__ __forceinline__ void bring(uint8_t* stages, Common<kGroups>& common, 
           bulk_copy(stage + S::record, at(record), kGatesAt + kGateBytes<M>, full);
           if (kOutput) bulk_copy(stage + S::record + kScoresAt, at(record) + kScoresAt, kTriangleBytes, full);
           if (raw && !cut) {
-#pragma unroll 1
-            for (int row = 0; row < kChunk; row += 16) {
-              uint8_t* to = stage + reversed_row(row) * 128;
-#pragma unroll
-              for (int half = 0; half < 2; half++) {
-                tensor_copy(to + S::k + half * (kTileBytes / 2), plan.groups[0], half * 64, int(k_step), int(k) + row, full);
-                if (kOutput) tensor_copy(to + S::q + half * (kTileBytes / 2), plan.groups[1], half * 64, int(q_step), int(k) + row, full);
-              }
-            }
+            copy_tiles<kOutput>(stage, plan.groups[0], plan.groups[1], int(k_step), int(q_step), int(k), full);
           } else {
             const int64_t tile = cut ? Plan::cut_tile(index, in_front) : 0;
             bulk_copy(stage + S::k, cut ? plan.k_tiles + (tile * (p.heads / p.k_group) + k_step) * kTileBytes : at(k), kTileBytes, full);

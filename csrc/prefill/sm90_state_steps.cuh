@@ -12,6 +12,20 @@ namespace sm90 {
 // Shared memory of a chunk, where both kernels have it: tiles of k and q. In the recurrence the record follows.
 constexpr int kKeysAt = 0, kQueriesAt = kTileBytes, kRecordAt = 2 * kTileBytes;
 
+// A chunk's tiles of k and, if wanted, of q, from the caller's tensors to where Tiles finds them; by an elected lane. Maps are of boxes of 16 tokens.
+template <bool kQueries>
+__device__ __forceinline__ void copy_tiles(uint8_t* chunk, const TensorMap& k, const TensorMap& q, int head_k, int head_q, int token, uint64_t* full) {
+#pragma unroll 1
+  for (int row = 0; row < kChunk; row += 16) {
+    uint8_t* to = chunk + reversed_row(row) * 128;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      tensor_copy(to + kKeysAt + half * (kTileBytes / 2), k, half * 64, head_k, token + row, full);
+      if (kQueries) tensor_copy(to + kQueriesAt + half * (kTileBytes / 2), q, half * 64, head_q, token + row, full);
+    }
+  }
+}
+
 // Accumulators as left operands: tiles 2 k and 2 k + 1 are a [.., 16].
 template <class M, int N>
 __device__ __forceinline__ void to_operand(uint32_t (&a)[2 * N], const float (&x)[N][4]) {
