@@ -11,10 +11,10 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200, and then to what the latter gave with the present recurrence. Of its 80 points, up to 200,000 tokens, that do not take one
-launch the choice is within 5% of the best path in 74 where the longest sequence is known, in 69 of 78 where it is not (in two more it
-is a path that was not measured there); 0.9 and 2.0% in the mean. At worst it takes 16% more and 30%. What one launch takes is fitted
-to one to 32 sequences of 1 to 1024 tokens with 8 to 64 heads.
+on an H200, and then to what the latter gave with the present recurrence. Of its 82 points, up to 200,000 tokens, that do not take one
+launch the choice is within 5% of the best path in 79 where the longest sequence is known, in 70 of 80 where it is not (in two more it
+is a path that was not measured there); 0.4 and 1.5% in the mean. At worst it takes 10% more and 31%. They are the points of the fit.
+What one launch takes is fitted to one to 32 sequences of 1 to 1024 tokens with 8 to 64 heads, before the last changes of either way.
 """
 
 from __future__ import annotations
