@@ -450,8 +450,21 @@ bool equal(PyObject* given, PyObject* wanted) {
   return type.object == wanted_type.object && PyObject_RichCompareBool(given, wanted, kPyEqual) == 1;
 }
 
-// torch fills in a record on the stack; false with an error set: no tensor.
-bool read_tensor(PyObject* object, DLTensor* x) { return torch_api->dltensor_from_py_object_no_sync(object, x) == 0; }
+// What asks Python must not leave an error behind: with one set, Python's next look-up of an attribute may find nothing.
+
+// torch fills in a record on the stack; false: no tensor, or one that the record cannot describe.
+bool read_tensor(PyObject* object, DLTensor* x) {
+  if (torch_api->dltensor_from_py_object_no_sync(object, x) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+// -1: no tuple.
+std::ptrdiff_t tuple_size(PyObject* object) {
+  const std::ptrdiff_t size = PyTuple_Size(object);
+  if (size < 0) PyErr_Clear();
+  return size;
+}
 
 PyObject* nothing(PyObject* what) {
   PyErr_Clear();
@@ -512,12 +525,12 @@ struct Arguments {
 
  private:
   std::vector<Argument> remember(PyObject* values) const {
-    std::vector<Argument> made(size_t(PyTuple_Size(values)));
+    std::vector<Argument> made(size_t(tuple_size(values)));
     for (size_t i = 0; i < made.size(); i++) {
       PyObject* const value = PyTuple_GetItem(values, std::ptrdiff_t(i));
       DLTensor x;
       if (is_none(value)) continue;
-      if (PyTuple_Size(value) >= 0) {
+      if (tuple_size(value) >= 0) {
         made[i].type = Argument::kTuple, made[i].items = remember(value);
       } else if (read_tensor(value, &x)) {
         made[i].type = x.ndim <= Signature::kMostDims ? Argument::kTensor : Argument::kUnread;
@@ -541,7 +554,7 @@ struct Arguments {
   }
 
   bool alike(const std::vector<Argument>& wanted, PyObject* values, bool with_grad) const {
-    if (PyTuple_Size(values) != std::ptrdiff_t(wanted.size())) return false;
+    if (tuple_size(values) != std::ptrdiff_t(wanted.size())) return false;
     for (size_t i = 0; i < wanted.size(); i++) {
       PyObject* const value = PyTuple_GetItem(values, std::ptrdiff_t(i));
       DLTensor x;
@@ -619,7 +632,7 @@ struct ShortDecode {
   // The output, a new reference; None, with nothing done, where the call is not like the accepted one; null with an error set.
   PyObject* serve(PyObject* call) const {
     std::array<uintptr_t, AcceptedDecode::kTensors> addresses{};
-    if (PyTuple_Size(call) != kCall || !like(call, addresses)) return nothing(&_Py_NoneStruct);
+    if (tuple_size(call) != kCall || !like(call, addresses)) return nothing(&_Py_NoneStruct);
     Owned output(PyTuple_GetItem(call, kOutput));
     Py_IncRef(output.object);
     const auto place = [&] { return read(output.object, AcceptedDecode::kTensors - 1, addresses); };
