@@ -14,12 +14,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from . import env, policy
+from . import env, memory, policy
 from .backend import Backend
 from .registry import registry
 from .request import DecodeRequest, PageTable, PrefillRequest, Request, SlotsRequest
@@ -250,7 +250,7 @@ def run(request: Request, keyword: str = "auto") -> tuple[Backend, LastCall]:
 def _execute(backend: Backend, request: Request, last: LastCall, source: str) -> None:
     device = request.device
     try:
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cuda" and device.index != memory.current_device():
             with torch.cuda.device(device):
                 getattr(backend, request.kind)(request)
         else:
@@ -314,7 +314,7 @@ class _Accepted(NamedTuple):
     backend: Backend
     last: LastCall
     like: Callable[[tuple], bool] | None
-    """Backend.arguments_like."""
+    """Whether the arguments of a call are like this one's: Backend.arguments_like, or Arguments."""
 
 
 class Surroundings(NamedTuple):
@@ -339,10 +339,6 @@ _OF_Q = len(DECODE_OPTIONS) + 1
 _MOST_ACCEPTED = 4096
 _MOST_EXPRESS = 4  # of one function and shape of q: with slots and without, layers of two dtypes
 
-#: _empty_strided_cuda and others: torch.empty_strided on the current device of a kind, without keywords to be parsed and
-#: without the dispatcher. Used where this torch has them.
-_allocators = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-
 
 def forget_accepted() -> None:
     """Decide anew for every call from now on; called when backends come or go."""
@@ -359,6 +355,11 @@ registry.on_change = forget_accepted
 _SCALARS = (bool, int, float, str)
 
 
+def _looked_into(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the checks read the tensor's values."""
+    return name == "cu_seqlens" and not tensor.is_cuda
+
+
 def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
     """What a decision may depend on; None for a call that must be looked at each time: its checks read values (on the
     CPU, or a host copy of cu_seqlens), a tensor requires grad, or GDN_MULTI_CHECK or GDN_MULTI_SAVE is set."""
@@ -371,7 +372,9 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
         if value is None:  # the most common by far
             parts.append(None)
         elif isinstance(value, torch.Tensor):
-            if (grad and value.requires_grad) or (name == "cu_seqlens" and not value.is_cuda):
+            if (grad and value.requires_grad) or _looked_into(name, value):
+                return None
+            if value.layout is not torch.strided or value.is_nested:  # which the checks refuse
                 return None
             dtype = value.dtype
             parts += (value.shape, value.stride(), dtype, value.device, dtype is not torch.bfloat16 and value.is_neg())
@@ -380,7 +383,7 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
         elif isinstance(value, tuple):
             parts += (tuple, len(value))
             for one in value:
-                if not isinstance(one, torch.Tensor) or (grad and one.requires_grad):
+                if not isinstance(one, torch.Tensor) or (grad and one.requires_grad) or one.layout is not torch.strided:
                     return None
                 parts += (one.shape, one.stride(), one.dtype, one.device)
         else:
@@ -396,15 +399,15 @@ def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, ar
     in_c = isinstance(env.raw, dict)
     around = Surroundings(env.raw, env.deciding_keys, env.deciding())
     values = tuple(arguments.values())
-    like = backend.arguments_like(request, around, values) if in_c and isinstance(request, PrefillRequest) else None
+    like = None
+    if isinstance(request, PrefillRequest):
+        like = (backend.arguments_like(request, around, values) if in_c else None) or Arguments(around, values).alike
     _accepted[key] = accepted = _Accepted(_without_data(request), backend, last, like)
     if like is not None:
         _newest[key[0]] = accepted
     if isinstance(request, DecodeRequest):
-        terms = Terms(
-            around, tuple([arguments.get(name) for name in DECODE_OPTIONS]), _allocations(request), _thread, "last", last,
-            _levels, logging.DEBUG, _log_short,
-        )  # fmt: skip
+        options, new = tuple([arguments.get(name) for name in DECODE_OPTIONS]), accepted.template.output.calls()
+        terms = Terms(around, options, new, _thread, "last", last, _levels, logging.DEBUG, _log_short)
         attempt = backend.express_decode_call(request, terms) if in_c else None
         if attempt is None:
             again_from_tensors = backend.express_decode(request)
@@ -417,28 +420,58 @@ def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, ar
         short_ways[request.function].add(request.q.shape, attempt)
 
 
-def _allocations(request: DecodeRequest) -> tuple[tuple[Callable[..., torch.Tensor], tuple], ...]:
-    """Two functions, with their arguments, that make outputs like the request's: as quickly as can be, which may be on the
-    current device of the kind; and on the request's device."""
-    output = request.output
-    shape, strides, dtype, device = tuple(output.shape), _dense(output.shape), output.dtype, output.device
-    anywhere = partial(torch.empty, shape, dtype=dtype, device=device), ()
-    quick = getattr(_allocators, f"_empty_strided_{device.type}", None)
-    if quick is not None:
+_signature = attrgetter("shape", "dtype", "device", "layout")
+_requires_grad = attrgetter("requires_grad")
+
+
+def _places(chosen: list[bool]) -> Callable[[tuple], tuple]:
+    """A function that takes out of a tuple the items at those places."""
+    places = [i for i, yes in enumerate(chosen) if yes]
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
+
+
+class Arguments:
+    """Arguments that have a key (``_key``), to be compared with others: quicker than making the key of those."""
+
+    __slots__ = ("around", "types", "tensors", "tuples", "others", "scalars", "signatures", "strides", "signed")
+
+    def __init__(self, around: Surroundings, values: tuple):
+        self.around = around
+        self.types = list(map(type, values))
+        is_tensor, is_tuple = ([isinstance(value, kind) for value in values] for kind in (torch.Tensor, tuple))
+        self.tensors, self.tuples = _places(is_tensor), _places(is_tuple)
+        self.others = _places([not (a or b) for a, b in zip(is_tensor, is_tuple)])
+        self.scalars = self.others(values)
+        tensors = self._tensors(values)
+        self.signatures = list(map(_signature, tensors))
+        self.strides = list(map(torch.Tensor.stride, tensors))
+        # Views whose sign is pending come from complex tensors, and there are none of those of bfloat16 or whole numbers.
+        self.signed = _places([a and x.is_floating_point() and x.dtype != torch.bfloat16 for a, x in zip(is_tensor, values)])
+
+    def _tensors(self, values: tuple) -> tuple[torch.Tensor, ...]:
+        tensors = self.tensors(values)
+        for more in self.tuples(values):
+            tensors += more
+        return tensors
+
+    def alike(self, values: tuple) -> bool:
+        """Whether no decision that is remembered can differ for these, with all else as it was."""
+        around = self.around
+        if env.deciding() != around.values or list(map(type, values)) != self.types:
+            return False
+        if self.others(values) != self.scalars:  # of the same types: they compare
+            return False
+        tensors = self._tensors(values)
         try:
-            made = quick(shape, strides, dtype)
-            if (made.shape, made.stride(), made.dtype, made.device.type) == (output.shape, strides, dtype, device.type):
-                return (quick, (shape, strides, dtype)), anywhere
-        except (TypeError, RuntimeError):  # this torch's takes other arguments
-            pass
-    return anywhere, anywhere
-
-
-def _dense(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
+            if list(map(_signature, tensors)) != self.signatures or list(map(torch.Tensor.stride, tensors)) != self.strides:
+                return False
+            if around.is_grad_enabled() and any(map(_requires_grad, tensors)):
+                return False
+        except (AttributeError, TypeError, RuntimeError):  # no tensor in a tuple; one without strides
+            return False
+        return not any(map(torch.Tensor.is_neg, self.signed(values)))
 
 
 def _alike(options: tuple, wanted: tuple) -> bool:
@@ -539,7 +572,11 @@ class ShortWays:
 
     def other(self, call: tuple) -> torch.Tensor | None:
         """The output of a call that ``newest`` left, or None: the ordinary way."""
-        shape, known, newest = getattr(call[_OF_Q], "shape", None), self.known, self.newest
+        known, newest = self.known, self.newest
+        try:
+            shape = call[_OF_Q].shape
+        except (AttributeError, RuntimeError):  # no tensor; a nested one
+            return None
         for attempt in known.get(shape, ()) if isinstance(shape, torch.Size) else ():
             output = None if attempt is newest else attempt(call)
             if output is not None:
@@ -553,16 +590,20 @@ short_ways = {name: ShortWays() for name in ("gated_delta_rule_decode_paged", "g
 
 
 def _without_data(request: Request) -> Request:
-    """A copy that keeps no tensor alive: sizes and dtypes of what the call allocates stay, what a backend left there does not."""
+    """A copy that keeps no tensor alive: how to make what the call allocates, and ``shared``, stay."""
     kept = {}
-    for name in request.__dataclass_fields__:
+    for name, field_of in request.__dataclass_fields__.items():
         value = getattr(request, name)
         if isinstance(value, torch.Tensor):
-            value = torch.empty_like(value, device="meta") if name in ("output", "final_state") else None
+            value = memory.Empty(value.shape, value.dtype, value.device) if name in ("output", "final_state") else None
         elif isinstance(value, PageTable):
             value = PageTable(None, None, None, value.page_size)
-        kept[name] = value
-    return replace(request, **kept)
+        if field_of.init:
+            kept[name] = value
+    template = replace(request, **kept)
+    if isinstance(request, PrefillRequest):
+        template.__dict__["shared"] = request.shared
+    return template
 
 
 # --- explaining ------------------------------------------------------------------------------------

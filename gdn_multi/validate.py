@@ -90,6 +90,9 @@ def _check_page_size(value: Any) -> None:
 def _tensor(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_type(value)}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"one of layout {str(value.layout).replace('torch.', '')}"
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
     if value.is_neg():
         raise ValueError(f"{name} is a view whose sign is still to be applied; pass {name}.resolve_neg()")
     if value.requires_grad and torch.is_grad_enabled():
@@ -758,7 +761,7 @@ def paged_decode_request(
     _bool("use_qk_l2norm", use_qk_l2norm)
     _check_backend_type(backend)
     check_no_slots(("output_state_indices",), backend, "the backend argument", paged=True)
-    if isinstance(q, torch.Tensor) and q.ndim == 4 and q.shape[1] != 1:
+    if _tensor("q", q).ndim == 4 and q.shape[1] != 1:
         raise ValueError(
             f"gated_delta_rule_decode_paged decodes one token a sequence, q [B, 1, heads, K], got T = {q.shape[1]}"
         )
@@ -834,8 +837,7 @@ def _prefill_again(old: dict, new: dict) -> None:
         rows = new["state_indices"]
         old["read_rows"] = None if new["initial_state"] is None else rows
         if old["final_state_is_new"]:
-            final = old["final_state"]
-            old["final_state"] = torch.empty(final.shape, dtype=final.dtype, device=old["device"])
+            old["final_state"] = old["final_state"]()  # a memory.Empty
         else:
             old["final_state"] = new["output_state"]
         if new["output_final_state"]:
@@ -880,8 +882,5 @@ def again(accepted: PrefillRequest | DecodeRequest, arguments: dict) -> PrefillR
     else:
         _prefill_again(fields, arguments)
     output = arguments["output"]
-    if output is None:
-        output = accepted.output
-        output = torch.empty(output.shape, dtype=output.dtype, device=accepted.device)
-    fields["output"] = output
+    fields["output"] = accepted.output() if output is None else output  # a memory.Empty
     return request

@@ -218,7 +218,10 @@ class CudaBackend(Backend):
         """Which of the prefill's paths serves the call."""
         if self.forced_path is not None:
             return self.forced_path
-        return prefill_heuristics.choose(request, *self.facts(request.device))
+        path = request.shared.get("cuda")
+        if path is None:
+            path = request.shared["cuda"] = prefill_heuristics.choose(request, *self.facts(request.device))
+        return path
 
     def facts(self, device: torch.device) -> tuple[tuple[int, int], int]:
         """Compute capability and number of multiprocessors."""

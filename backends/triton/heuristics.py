@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 #: For tests and the tuning script: fields of Tiles, "segment_chunks", "prepare_programs", "dependent" or
 #: "early", that replace the choice.
-#: Clear ``prefill.plans`` after a change.
+#: ``prefill.forget_plans`` after a change.
 OVERRIDES: dict[str, Any] = {}
 
 #: (kind of GPU, 16-bit inputs, K <= 128) -> tiles. A block of 64 rows is a warpgroup's share on sm_90; elsewhere the

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import triton
 
-_data_ptr = torch.Tensor.data_ptr
+from gdn_multi.memory import current_device
 
-#: Where there are tensors on a GPU, nothing needs to be initialised before asking for the device.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_data_ptr = torch.Tensor.data_ptr
 
 #: As Triton's launcher would find it, but without looking for the current device first.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -73,18 +72,14 @@ class Launch:
         self._run = self._middle = None  # without
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        device = self.device
-        if device is not None and device != _current_device():
-            with torch.cuda.device(device):  # Triton launches on the current device and its current stream
-                self._launch(tensors)
-        else:
-            self._launch(tensors)
+        run(((self, tensors),))
 
-    def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def launch(self, tensors: tuple[torch.Tensor, ...], hooked: bool) -> None:
+        """On the current device, which must be the launch's."""
         if self._compiled is not None:
             # Addresses instead of tensors: the launcher then asks the driver nothing about them.
             stream = _raw_stream(self.device)
-            if _hooked():
+            if hooked:
                 self._compiled(*map(_data_ptr, tensors), *self.fixed, stream=stream)
             else:
                 self._run(*self.grid, stream, *self._middle, *map(_data_ptr, tensors), *self.fixed)
@@ -95,3 +90,15 @@ class Launch:
             self._run = compiled.run
             self._middle = (compiled.function, compiled.packed_metadata, None, None, None)
             self._compiled = compiled[self.grid]
+
+
+def run(launches: tuple[tuple[Launch, tuple[torch.Tensor, ...]], ...]) -> None:
+    """Launch one after another, each with its tensors; all are of one device."""
+    device = launches[0][0].device
+    if device is not None and device != current_device():
+        with torch.cuda.device(device):  # Triton launches on the current device and its current stream
+            run(launches)
+        return
+    hooked = _hooked()
+    for launch, tensors in launches:
+        launch.launch(tensors, hooked)

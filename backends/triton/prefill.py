@@ -21,12 +21,14 @@ from typing import NamedTuple
 import torch
 import triton
 
+from gdn_multi.dispatch import forget_accepted
+from gdn_multi.memory import Empty
 from gdn_multi.request import CHUNK, PrefillRequest
 
 from . import heuristics
 from . import prefill_kernels as kernels
 from .common import INTERPRETED
-from .launch import Launch
+from .launch import Launch, run
 
 #: Plans by key; the oldest is dropped when there are too many.
 plans: dict[tuple, Plan] = {}
@@ -42,9 +44,9 @@ class Plan(NamedTuple):
     recur: Launch  #: WHOLE, or FINAL
     local: Launch | None  #: LOCAL, where sequences are cut
     scan: Launch | None
-    record_bytes: int
-    normed: tuple[int, int] | None  #: elements of the normalised q and k
-    segments: int  #: elements of the segments' work area
+    records: Empty
+    normed: tuple[Empty, Empty] | None  #: the normalised q and k
+    segments: Empty | None
     path: str  #: for ``explain``
 
 
@@ -74,8 +76,7 @@ def _has_float8(device: torch.device) -> bool:
 
 def prefill(request: PrefillRequest) -> None:
     """Fill ``request.output`` and write the states."""
-    for launch, arguments in steps(request, plan_for(request)):
-        launch(*arguments)
+    run(steps(request, plan_for(request)))
 
 
 def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torch.Tensor, ...]], ...]:
@@ -88,11 +89,10 @@ def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torc
     else:
         prefixes, last_page_len, rows = pages.page_indptr, pages.last_page_len, pages.page_indices
     lengths = (r.cu_seqlens, q if prefixes is None else prefixes, q if last_page_len is None else last_page_len)
-    records = torch.empty(plan.record_bytes, dtype=torch.uint8, device=r.device)
+    records = plan.records()
     q_normed, k_normed = q, k
     if plan.normed is not None:
-        q_normed = torch.empty(plan.normed[0], dtype=q.dtype, device=r.device)
-        k_normed = torch.empty(plan.normed[1], dtype=q.dtype, device=r.device)
+        q_normed, k_normed = plan.normed[0](), plan.normed[1]()
     gates = (
         q if r.g is None else r.g,
         q if r.beta is None else r.beta,
@@ -107,25 +107,41 @@ def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torc
     states = tuple(q if x is None else x for x in states)
     if plan.local is None:
         return prepare, (plan.recur, (q_normed, k_normed, v, records, output, q, *states, *lengths))
-    segments = torch.empty(plan.segments, dtype=torch.float32, device=r.device)
+    segments = plan.segments()
     tensors = (q_normed, k_normed, v, records, output, segments, *states, *lengths)
     return prepare, (plan.local, tensors), (plan.scan, (segments, *lengths)), (plan.recur, tensors)
 
 
 def plan_for(request: PrefillRequest) -> Plan:
-    # A call asks twice, to say what it did and to do it: the plan stays with its request.
-    plan = request.__dict__.get("triton_plan")
-    if plan is not None:
-        return plan
-    key = _key(request)
-    plan = plans.get(key)
+    # Of a call like an earlier one only addresses are unknown.
+    shared, place = request.shared, ("triton", _alignments(request))
+    plan = shared.get(place)
     if plan is None:
-        plan = _plan(request)
-        if len(plans) >= _MAX_PLANS:
-            plans.pop(next(iter(plans)), None)
-        plans[key] = plan
-    request.__dict__["triton_plan"] = plan
+        key = _key(request)
+        plan = plans.get(key)
+        if plan is None:
+            plan = _plan(request)
+            if len(plans) >= _MAX_PLANS:
+                plans.pop(next(iter(plans)), None)
+            plans[key] = plan
+        shared[place] = plan
     return plan
+
+
+def forget_plans() -> None:
+    """For whoever changes what plans follow from."""
+    plans.clear()
+    forget_accepted()
+
+
+def _alignments(r: PrefillRequest) -> tuple[int, ...] | None:
+    """Where tensors lie as far as plans depend on it; None where all are aligned to 16 bytes."""
+    addresses = [r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.output.data_ptr()]
+    addresses += [x.data_ptr() for x in (r.initial_state, r.final_state, r.state_checkpoints) if x is not None]
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return tuple([address & 15 for address in addresses]) if bits & 15 else None
 
 
 def _gate_key(x: torch.Tensor | None):
@@ -237,10 +253,14 @@ def _plan(r: PrefillRequest) -> Plan:
             num_warps=tile.recur_warps, num_stages=stages, **behind,
         )  # fmt: skip
 
-    normed = (T * r.num_q_heads * K, T * r.num_k_heads * K) if r.use_qk_l2norm else None
+    def area(elements: int, dtype: torch.dtype) -> Empty:
+        return Empty((elements,), dtype, r.device)
+
+    records = area(slots * heads * record, torch.uint8)
+    normed = (area(T * r.num_q_heads * K, r.q.dtype), area(T * r.num_k_heads * K, r.q.dtype)) if r.use_qk_l2norm else None
     if not cut:
         whole = recur(kernels.WHOLE.value, N * v_blocks)
-        return Plan(prepare, whole, None, None, slots * heads * record, normed, 0, "whole sequences")
+        return Plan(prepare, whole, None, None, records, normed, None, "whole sequences")
     scan = Launch(
         kernels.scan, (N * heads * triton.cdiv(V, tile.scan_block),), r.device,
         (
@@ -254,9 +274,9 @@ def _plan(r: PrefillRequest) -> Plan:
         recur(kernels.FINAL.value, segments * v_blocks),
         recur(kernels.LOCAL.value, segments * (v_blocks + k_blocks)),
         scan,
-        slots * heads * record,
+        records,
         normed,
-        segments * heads * (V + K) * K,
+        area(segments * heads * (V + K) * K, torch.float32),
         f"segments of {cut * CHUNK} tokens",
     )
 

@@ -67,13 +67,13 @@ SEGMENTS = (0, 8, 16, 32, 64, 128)
 @contextmanager
 def choice(**overrides):
     heuristics.OVERRIDES.update(overrides)
-    prefill.plans.clear()
+    prefill.forget_plans()
     try:
         yield
     finally:
         for name in overrides:
             del heuristics.OVERRIDES[name]
-        prefill.plans.clear()
+        prefill.forget_plans()
 
 
 _flush = None

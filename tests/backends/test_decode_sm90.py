@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import like_arguments
 import pytest
 import torch
 
@@ -385,41 +387,15 @@ def like(library, values):
     _, _, loaded = library
     if loaded.arguments_like is None:
         pytest.skip("this torch has no exchange interface")
-    made, around = [], dispatch.Surroundings(env.raw, env.deciding_keys, env.deciding())
+    made, around = [], like_arguments.surroundings()
     loaded.arguments_like(id(around), id(values), id(made))
     return made[0]
 
 
-def arguments():
-    return [
-        torch.zeros(3, 2, 8, dtype=BF16), None, torch.zeros(3, 2), (torch.zeros(2, dtype=torch.int32), torch.zeros(3)), 0.25, True, 64,
-        "auto", torch.zeros(2, 1, 4, 4, dtype=torch.float8_e4m3fn),
-    ]  # fmt: skip
-
-
 def test_like_arguments_are_told_from_others(library):
-    same = like(library, tuple(arguments()))
-    assert same(tuple(arguments())) is True
-    name, scale = "".join(["au", "to"]), sum([0.125, 0.125])
-    assert same((*arguments()[:4], scale, *arguments()[5:7], name, arguments()[8])) is True
-    others = {
-        0: (torch.zeros(4, 2, 8, dtype=BF16), torch.zeros(3, 2, 8, dtype=F16), torch.zeros(3, 2, 9, dtype=BF16)[..., :8],
-            torch.zeros(3, 2, 8, dtype=BF16, device="meta"), None, 1, (torch.zeros(3, 2, 8, dtype=BF16),)),
-        1: (torch.zeros(1), 0, False),
-        2: (torch._neg_view(torch.zeros(3, 2)), torch.zeros(3, 2).requires_grad_(), torch.zeros(3, 2).numpy()),
-        3: (None, arguments()[3][:1], (*arguments()[3], None), (None, torch.zeros(3)), list(arguments()[3]), torch.zeros(2),
-            (torch.zeros(2), torch.zeros(3)), (torch.zeros(2, dtype=torch.int32), torch.zeros(3).requires_grad_())),
-        4: (0.5, None, "0.25", torch.tensor(0.25), [0.25]), 5: (1, False, 1.0), 6: (64.0, 65, None), 7: ("cuda", None),
-        8: (torch.zeros(2, 1, 4, 4, dtype=torch.float8_e5m2), torch.zeros(2, 1, 4, 4, dtype=torch.uint8)),
-    }  # fmt: skip
-    for place, values in others.items():
-        for value in values:
-            given = arguments()
-            given[place] = value
-            assert same(tuple(given)) is False, (place, value)
-    assert same(()) is False and same(tuple(arguments()[:-1])) is False and same(arguments()) is False
-    one = torch.zeros(1, 3)
-    assert like(library, (one,))((one.as_strided((1, 3), (7, 1)),)) is False, "to the last stride"
+    like_arguments.check_tells_apart(partial(like, library))
+    values = tuple(like_arguments.arguments())
+    assert like(library, values)(list(values)) is False
 
 
 def test_the_same_tensor_is_looked_at_again(library, monkeypatch):
@@ -433,24 +409,9 @@ def test_the_same_tensor_is_looked_at_again(library, monkeypatch):
         assert like(library, (unread,))((unread,)) is False
 
 
-def test_variables_and_modes_speak_against_like_arguments(library, monkeypatch):
-    given = (torch.nn.Parameter(torch.zeros(3)), 1.0)
-    same = like(library, given)
-    assert same(given) is False
-    with torch.no_grad():
-        assert same(given) is True
-        for variable in env._DECIDING:
-            with monkeypatch.context() as changed:
-                changed.setenv(variable, "1")
-                assert same(given) is False, variable
-        assert same(given) is True
+def test_variables_and_modes_speak_against_like_arguments(library):
+    like_arguments.check_follows_variables_and_modes(partial(like, library))
 
 
 def test_remembered_arguments_keep_no_tensor_alive(library):
-    x, scale = torch.zeros(3), float("0.125")
-    before = sys.getrefcount(x), sys.getrefcount(scale)
-    same = like(library, (x, (x,), scale))
-    assert same((x, (x,), scale)) is True
-    assert sys.getrefcount(x) == before[0] and sys.getrefcount(scale) == before[1] + 1
-    del same
-    assert sys.getrefcount(scale) == before[1]
+    like_arguments.check_keeps_nothing_alive(partial(like, library), sys.getrefcount)

@@ -18,7 +18,7 @@ from cases import Dims, PagedBatch, Tokens, random_states, same_bits  # noqa: E4
 from gdn_multi.backends.triton import TritonBackend, heuristics, prefill  # noqa: E402
 
 import gdn_multi  # noqa: E402
-from gdn_multi import reference  # noqa: E402
+from gdn_multi import dispatch, reference  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -32,10 +32,10 @@ on_a_gpu = pytest.mark.skipif(DEVICE.type != "cuda" or INTERPRETED, reason="need
 
 @pytest.fixture(autouse=True)
 def fresh_plans():
-    prefill.plans.clear()
+    prefill.forget_plans()
     yield
     heuristics.OVERRIDES.clear()
-    prefill.plans.clear()
+    prefill.forget_plans()
 
 
 def door(function, *args, **kwargs):
@@ -44,7 +44,7 @@ def door(function, *args, **kwargs):
 
 def cut(chunks: int) -> None:
     heuristics.OVERRIDES["segment_chunks"] = chunks
-    prefill.plans.clear()
+    prefill.forget_plans()
 
 
 def tokens(dims: Dims, lengths, **options) -> Tokens:
@@ -159,7 +159,7 @@ def test_heads_of_a_group_share_a_program_to_the_bit():
     results = []
     for together in (1, 4):
         heuristics.OVERRIDES["prepare_heads"] = together
-        prefill.plans.clear()
+        prefill.forget_plans()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GDN_MULTI_BATCH_INVARIANT", "1")  # takes as many as are allowed, however few programs
             results.append(door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(output_final_state=True)))
@@ -298,11 +298,36 @@ def test_a_plan_serves_other_contents():
     assert len(prefill.plans) == 2
 
 
+def test_like_calls_have_a_plan_for_each_alignment():
+    """Calls that are alike share what was worked out, and only addresses may differ: not those that a plan depends on."""
+    tk = tokens(Dims(1, 1, 1, 64, 64), (70,), dtype=F16)
+    initial = random_states(1, tk.dims).to(DEVICE)
+    arguments = tk.arguments(initial_state=initial, output_final_state=True)
+    request = dispatch.build_request(gdn_multi.chunk_gated_delta_rule, **arguments)[0]
+
+    def moved(name):
+        x = getattr(request, name)
+        place = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+        other = object.__new__(type(request))
+        other.__dict__.update(request.__dict__, **{name: place})
+        return other
+
+    plan = prefill.plan_for(request)
+    assert prefill.plan_for(request) is plan and len(prefill.plans) == 1
+    for i, name in enumerate(("q", "v", "output", "initial_state", "final_state")):
+        another = prefill.plan_for(moved(name))
+        assert another is not plan and len(prefill.plans) == i + 2
+        assert prefill.plan_for(moved(name)) is another
+    assert prefill.plan_for(moved("g")) is plan and prefill.plan_for(request) is plan
+    prefill.forget_plans()
+    assert not prefill.plans and not dispatch._accepted
+
+
 def launches_of(tk: Tokens, **more):
     """The launches that a call would make, without making them."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill.Launch, "__call__", lambda launch, *_: seen.append(launch))
+        patch.setattr(prefill.Launch, "launch", lambda launch, *_: seen.append(launch))
         door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(**more))
     return seen
 
@@ -434,9 +459,10 @@ def test_work_area():
         torch.cuda.synchronize()
         used = torch.cuda.max_memory_allocated() - before
         (plan,) = prefill.plans.values()
-        said = plan.record_bytes + 4 * plan.segments
+        records = plan.records.shape[0]
+        said = records + (4 * plan.segments.shape[0] if chunks else 0)
         assert said <= used <= said + (4 << 20)  # the allocator rounds large blocks to 2 MiB
-        assert plan.record_bytes == (4096 // 64 + 1) * 8 * (2 * 64 * 64 * 2 + 2 * 64 * 4)
+        assert records == (4096 // 64 + 1) * 8 * (2 * 64 * 64 * 2 + 2 * 64 * 4)
 
 
 @on_a_gpu

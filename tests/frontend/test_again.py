@@ -1,12 +1,14 @@
 """A call like an earlier one skips the checks: its request must be the one that the checks would have made."""
 
 import dataclasses
+import sys
 
+import like_arguments
 import pytest
 import torch
 
 import gdn_multi
-from gdn_multi import dispatch, env, validate
+from gdn_multi import dispatch, env, memory, validate
 from gdn_multi.request import PageTable
 
 T, N, HQ, HV, K, V = 7, 2, 1, 2, 8, 4
@@ -144,6 +146,15 @@ def test_what_a_backend_leaves_on_a_request_is_not_kept():
     request = build("chunk_gated_delta_rule", all_slots())
     request.__dict__["plan_of_a_backend"] = object()
     assert "plan_of_a_backend" not in dispatch._without_data(request).__dict__
+
+
+def test_like_calls_share_what_a_backend_worked_out():
+    request = build("chunk_gated_delta_rule", prefill())
+    template = dispatch._without_data(request)
+    request.shared["plan"] = "plan"
+    assert validate.again(template, bind("chunk_gated_delta_rule", prefill())).shared is request.shared
+    changed = dataclasses.replace(request, num_tokens=T + 1)
+    assert changed.shared == {} and request.shared, "a request that is made of another may be of other sizes"
 
 
 @pytest.fixture
@@ -333,8 +344,8 @@ class Comparing(Express):
 def test_a_call_like_the_one_before_needs_no_key(monkeypatch, function, make):
     keys, of = [], dispatch._key
 
-    def key(build, arguments):  # on the CPU a call with cu_seqlens has none
-        keys.append(of(build, {name: value for name, value in arguments.items() if name != "cu_seqlens"}))
+    def key(build, arguments):
+        keys.append(of(build, arguments))
         return keys[-1]
 
     def call(**changes):
@@ -343,6 +354,7 @@ def test_a_call_like_the_one_before_needs_no_key(monkeypatch, function, make):
         return out if isinstance(out, torch.Tensor) else out[0]
 
     monkeypatch.setattr(dispatch, "_key", key)
+    monkeypatch.setattr(dispatch, "_looked_into", lambda name, tensor: False)  # on the CPU cu_seqlens is
     backend = Comparing()
     gdn_multi.register_backend(backend)
     try:
@@ -358,6 +370,37 @@ def test_a_call_like_the_one_before_needs_no_key(monkeypatch, function, make):
     finally:
         gdn_multi.unregister_backend("express")
     assert not dispatch._newest, "a backend that is gone serves nothing"
+
+
+def test_arguments_are_told_from_others():
+    def like(values):
+        return dispatch.Arguments(like_arguments.surroundings(), values).alike
+
+    like_arguments.check_tells_apart(like)
+    like_arguments.check_follows_variables_and_modes(like)
+    like_arguments.check_keeps_nothing_alive(like, sys.getrefcount)
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["quick", "by torch"])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (0, 3, 4), (3, 0, 4), (5,), ()])
+def test_new_tensors_are_dense(monkeypatch, shape, without):
+    if without:
+        monkeypatch.setattr(memory, "_allocators", None)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        make = memory.Empty(shape, dtype, torch.device("cpu"))
+        for made in (make(), *[how(*values) for how, values in make.calls()]):
+            wanted = torch.empty(shape, dtype=dtype)
+            assert (made.shape, made.stride(), made.dtype, made.device) == (wanted.shape, wanted.stride(), dtype, wanted.device)
+
+
+def test_new_tensors_on_another_device_than_the_current(monkeypatch):
+    """The quick way allocates on the current device of a kind: it is not taken where that is another."""
+    made = []
+    monkeypatch.setattr(memory, "_quick", lambda kind, dtype: lambda *of: made.append(of) or "quick")
+    monkeypatch.setattr(memory.Empty, "anywhere", lambda self: "anywhere")
+    monkeypatch.setattr(memory, "current_device", lambda: 1)
+    assert memory.Empty((2, 3), torch.float16, torch.device("cuda:1"))() == "quick" and made == [((2, 3), (3, 1), torch.float16)]
+    assert memory.Empty((2, 3), torch.float16, torch.device("cuda:0"))() == "anywhere"
 
 
 DECODES = {name: case for name, case in CASES.items() if "decode" in name}

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_again import HV, K, N, V, express, index, paged_decode, run  # noqa: E402, F401
 
 import gdn_multi  # noqa: E402
-from gdn_multi import dispatch, env  # noqa: E402
+from gdn_multi import dispatch, env, memory  # noqa: E402
 
 
 def paged(with_slots, **changes):
@@ -104,7 +104,7 @@ def test_the_mode_of_autograd_is_noticed(express):  # noqa: F811
 @pytest.mark.parametrize("without", [False, True])
 def test_new_outputs_are_dense(express, monkeypatch, without):  # noqa: F811
     if without:  # a torch without the quick allocators
-        monkeypatch.setattr(dispatch, "_allocators", None)
+        monkeypatch.setattr(memory, "_allocators", None)
     for _ in range(2):
         v = torch.randn(N, 1, V, HV).transpose(2, 3).contiguous().as_strided((N, 1, HV, V), (HV * V, 5, V, 1))
         out, _ = run(v=v)
@@ -118,7 +118,7 @@ def test_an_allocator_that_takes_other_arguments_is_not_used(express, monkeypatc
         def _empty_strided_cpu(size):
             raise AssertionError("not asked with one argument")
 
-    monkeypatch.setattr(dispatch, "_allocators", Other)
+    monkeypatch.setattr(memory, "_allocators", Other)
     run()
     run()
     assert express.short == 1

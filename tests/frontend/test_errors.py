@@ -122,7 +122,7 @@ def tensors(arguments: dict) -> list[torch.Tensor]:
     found = []
     for value in arguments.values():
         for x in value if isinstance(value, tuple) else (value,):
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.layout is torch.strided and not x.is_nested:
                 found.append(x._base if x._base is not None else x)
     return found
 
@@ -719,6 +719,23 @@ def test_inputs_that_require_grad(call, name):
     arguments[name] = arguments[name].clone().requires_grad_()
     with torch.no_grad():
         function(**arguments)
+
+
+# --- tensors without a place for every element ---------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@on(*ALL)
+def test_sparse_and_nested_tensors(call):
+    """Also of the right shape, and where strides are free."""
+    for name, value in call()[1].items():
+        if isinstance(value, torch.Tensor):
+            nested = torch.nested.as_nested_tensor([value[0], value[:0].sum(0)])
+            refused(call, ValueError, rf"\b{name}\b", "dense", "sparse_coo", **{name: value.to_sparse()})
+            refused(call, ValueError, rf"\b{name}\b", "dense", "nested", **{name: nested})
+        elif isinstance(value, tuple):
+            slots = type(value)(value[0], value[1].to_sparse(), *value[2:])
+            refused(call, ValueError, r"\bslots\b", "dense", "sparse_coo", slots=slots)
 
 
 # --- backends --------------------------------------------------------------------------------------
