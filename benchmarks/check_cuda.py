@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
@@ -153,7 +154,7 @@ def check_decode(backend) -> None:
     for b in (0, 100, 255):
         one = {n: getattr(big, n)[b : b + 1] for n in ("q", "k", "v", "a", "b")}
         small = decode_request(1, 1, 16, 32, 128, 128, BF16, state[b : b + 1].clone())
-        small = type(small)(**{**small.__dict__, **one, "A_log": big.A_log, "dt_bias": big.dt_bias})
+        small = replace(small, **one, A_log=big.A_log, dt_bias=big.dt_bias)
         backend.decode(small)
         expect(f"decode batch invariance {b}", float(not same_bits(small.output, big.output[b : b + 1])), 0)
         expect(f"decode state invariance {b}", float(not same_bits(small.state, big.state[b : b + 1])), 0)
@@ -162,7 +163,7 @@ def check_decode(backend) -> None:
     pool[rows] = torch.randn(2, 32, 128, 128, device=DEVICE).to(BF16)
     request = decode_request(2, 1, 16, 32, 128, 128, BF16, pool, rows, rows.flip(0).to(torch.int32))
     initial = pool[rows].clone()
-    request = type(request)(**{**request.__dict__, "write_rows": rows.to(torch.int32)})
+    request = replace(request, write_rows=rows.to(torch.int32))
     backend.decode(request)
     o, s = reference.decode(
         request.q, request.k, request.v, request.A_log, request.a, request.dt_bias, request.b, request.scale,
@@ -378,23 +379,23 @@ def check_prefill(backend) -> None:
     # Rows given as slots are the page table; a restart from a page, and another batch, give the same bits.
     request, initial, wanted = paged_case([700, 64, 333], [0, 64, 77], 128, (2, 2, 8), 128, 128, BF16, F32, 1)
     pool = request.final_state.clone()
-    slots = {**request.__dict__, "output": request.output.clone()}
-    slots.update({name: pool for name in ("initial_state", "final_state", "state_checkpoints")})
-    with_slots = backend.with_slots(PrefillRequest(**slots))
+    pools = {name: pool for name in ("initial_state", "final_state", "state_checkpoints")}
+    with_slots = backend.with_slots(replace(request, output=request.output.clone(), **pools))
     backend.prefill(request)
     backend.prefill(with_slots)
     expect("prefill slots against pages", float(not same_bits(request.output, with_slots.output)), 0)
     expect("prefill slots against pages, pool", float(not same_bits(request.final_state, pool)), 0)
     whole = request.output[:700].clone()
     pages = request.pages.page_indices[:6]
-    part = {**request.__dict__, "pages": table_of([pages.tolist()], [700 - 5 * 128], 128), "num_seqs": 1,
-            "cu_seqlens": torch.tensor([0, 700 - 256], dtype=torch.int32, device=DEVICE), "num_tokens": 700 - 256}  # fmt: skip
-    for name in ("q", "k", "v", "g", "beta", "output"):
-        part[name] = getattr(request, name)[256:700].clone()
+    tokens = {name: getattr(request, name)[256:700].clone() for name in ("q", "k", "v", "g", "beta", "output")}
+    part = replace(
+        request, pages=table_of([pages.tolist()], [700 - 5 * 128], 128), num_seqs=1, num_tokens=700 - 256,
+        cu_seqlens=torch.tensor([0, 700 - 256], dtype=torch.int32, device=DEVICE), **tokens,
+    )  # fmt: skip
     final = request.final_state.clone()
     request.final_state[pages[2:]] = float("nan")
-    backend.prefill(PrefillRequest(**part))
-    expect("prefill restart from a page", float(not same_bits(part["output"], whole[256:])), 0)
+    backend.prefill(part)
+    expect("prefill restart from a page", float(not same_bits(part.output, whole[256:])), 0)
     expect("prefill restart from a page, pool", float(not same_bits(request.final_state, final)), 0)
     print(f"prefill: {count + 3} calls checked", flush=True)
 

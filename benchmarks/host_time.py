@@ -3,12 +3,13 @@
     python benchmarks/host_time.py [--backends cuda,triton] [--steps]
     python benchmarks/host_time.py --dry
 
-Needs a CUDA device, but for --dry: that is the prefill with `triton` on the CPU, its launches replaced by nothing, which
-leaves what this library does itself. Decode: one sequence, 2/8 heads, bfloat16, float32 state; paged with slots given, paged with the
-page table, and a pool with rows. Prefill: one sequence of 64 tokens, plain and paged. The queue is empty at each start
-and the calls are short, so that the host, not the device, is what is measured; front end included. The least is what
-a call takes while nothing else wants the processor. Decode calls are written out as an engine writes them: putting
-keywords together from dictionaries takes longer than some of the checks. --steps adds what parts of the first call take.
+Needs a CUDA device, but for --dry: that is the prefill with `triton` on the CPU, its launches replaced by functions that
+do nothing, which leaves what this library does itself. Decode: one sequence, 2/8 heads, bfloat16, float32 state; paged
+with slots given, paged with the page table, and a pool with rows. Prefill: one sequence of 64 tokens, plain and paged. The
+queue is empty at each start and the calls are short, so that the host, not the device, is what is measured; front end
+included. The least is what a call takes while nothing else wants the processor. Decode calls are written out as an engine
+writes them: putting keywords together from dictionaries takes longer than some of the checks. --steps adds what parts of
+the first call take.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def without_launches() -> None:
             self.device, self._compiled, self._run, self._middle = 0, nothing, nothing, (None,) * 5
         of_a_card(self, tensors, hooked)
 
-    of_a_card, launch.Launch.launch = launch.Launch.launch, launched
+    of_a_card, launch.Launch._launch = launch.Launch._launch, launched
     launch.current_device, launch._raw_stream = lambda: 0, lambda device: 0
     dispatch._looked_into = lambda name, tensor: False
 

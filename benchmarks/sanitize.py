@@ -24,6 +24,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
@@ -49,7 +50,7 @@ def on_cpu(request) -> SimpleNamespace:
 
 
 def changed(request: PrefillRequest, **fields) -> PrefillRequest:
-    return PrefillRequest(**{**vars(request), **fields})
+    return replace(request, **fields)
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ class Backend:
         return ""
 
     def prefill(self, request: PrefillRequest) -> None:
+        """Fill ``request.output`` and write the states; what follows from shapes alone may be kept in ``request.shared``."""
         raise NotImplementedError(f"backend {self.name!r} has no prefill")
 
     def decode(self, request: DecodeRequest) -> None:

@@ -376,14 +376,15 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
                 return None
             if value.layout is not torch.strided or value.is_nested:  # which the checks refuse
                 return None
-            dtype = value.dtype
-            parts += (value.shape, value.stride(), dtype, value.device, dtype is not torch.bfloat16 and value.is_neg())
+            parts += (value.shape, value.stride(), value.dtype, value.device, _may_have_sign(value) and value.is_neg())
         elif isinstance(value, _SCALARS):
             parts += (type(value), value)
         elif isinstance(value, tuple):
             parts += (tuple, len(value))
             for one in value:
-                if not isinstance(one, torch.Tensor) or (grad and one.requires_grad) or one.layout is not torch.strided:
+                if not isinstance(one, torch.Tensor) or (grad and one.requires_grad):
+                    return None
+                if one.layout is not torch.strided or one.is_nested:
                     return None
                 parts += (one.shape, one.stride(), one.dtype, one.device)
         else:
@@ -394,10 +395,13 @@ def _key(build: Callable, arguments: dict[str, Any]) -> tuple | None:
 def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, arguments: dict[str, Any]) -> None:
     if isinstance(request, SlotsRequest):
         return
+    settings = key[1]
+    if env.deciding() != settings:  # a variable was set while the call was decided or ran: who knows what it was served under
+        return
     if len(_accepted) >= _MOST_ACCEPTED:
         forget_accepted()
     in_c = isinstance(env.raw, dict)
-    around = Surroundings(env.raw, env.deciding_keys, env.deciding())
+    around = Surroundings(env.raw, env.deciding_keys, settings)
     values = tuple(arguments.values())
     like = None
     if isinstance(request, PrefillRequest):
@@ -414,10 +418,14 @@ def _remember(key: tuple, request: Request, backend: Backend, last: LastCall, ar
             if again_from_tensors is None:
                 return
             inputs = (request.q, request.k, request.v, request.A_log, request.a, request.dt_bias, request.b)
-            # Views whose sign is pending come from complex tensors, and there is no bfloat16 of those.
-            signed = tuple([i for i, tensor in enumerate(inputs) if tensor.dtype != torch.bfloat16])
+            signed = tuple([i for i, tensor in enumerate(inputs) if _may_have_sign(tensor)])
             attempt = short_way(terms, signed, again_from_tensors)
         short_ways[request.function].add(request.q.shape, attempt)
+
+
+def _may_have_sign(tensor: torch.Tensor) -> bool:
+    """Whether it may be a view whose sign is pending: these come from complex tensors, and there are none of bfloat16 or whole numbers."""
+    return tensor.dtype is not torch.bfloat16 and tensor.is_floating_point()
 
 
 _signature = attrgetter("shape", "dtype", "device", "layout")
@@ -425,9 +433,9 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _places(chosen: list[bool]) -> Callable[[tuple], tuple]:
-    """A function that takes out of a tuple the items at those places."""
+    """A function that takes out of a tuple the items at those places, as a tuple."""
     places = [i for i, yes in enumerate(chosen) if yes]
-    if len(places) > 1:
+    if len(places) > 1:  # of one place an itemgetter gives the item, of none there is no itemgetter
         return itemgetter(*places)
     return lambda values: tuple([values[i] for i in places])
 
@@ -447,8 +455,7 @@ class Arguments:
         tensors = self._tensors(values)
         self.signatures = list(map(_signature, tensors))
         self.strides = list(map(torch.Tensor.stride, tensors))
-        # Views whose sign is pending come from complex tensors, and there are none of those of bfloat16 or whole numbers.
-        self.signed = _places([a and x.is_floating_point() and x.dtype != torch.bfloat16 for a, x in zip(is_tensor, values)])
+        self.signed = _places([a and _may_have_sign(x) for a, x in zip(is_tensor, values)])
 
     def _tensors(self, values: tuple) -> tuple[torch.Tensor, ...]:
         tensors = self.tensors(values)
@@ -469,7 +476,7 @@ class Arguments:
                 return False
             if around.is_grad_enabled() and any(map(_requires_grad, tensors)):
                 return False
-        except (AttributeError, TypeError, RuntimeError):  # no tensor in a tuple; one without strides
+        except (AttributeError, TypeError, RuntimeError):  # something in a tuple that is no tensor; a tensor without strides
             return False
         return not any(map(torch.Tensor.is_neg, self.signed(values)))
 

@@ -1,9 +1,9 @@
-"""New tensors at little host cost: torch.empty parses keywords and goes through the dispatcher, which takes longer than memory."""
+"""New tensors at little host cost: what torch.empty takes for its keywords and its dispatch is longer than the allocation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,18 +16,26 @@ _allocators = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def _quick(kind: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+#: Whether a quick function does with a dtype what it should.
+_tried: dict[tuple[Callable[..., torch.Tensor], torch.dtype], bool] = {}
+
+
+def _quick(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    kind = device.type
     function = getattr(_allocators, f"_empty_strided_{kind}", None) if kind in ("cpu", "cuda") else None
-    return function if function is not None and _does_as_expected(function, kind, dtype) else None
-
-
-@cache
-def _does_as_expected(function: Callable[..., torch.Tensor], kind: str, dtype: torch.dtype) -> bool:
-    try:
-        made = function((2, 3), (3, 1), dtype)
-    except (TypeError, RuntimeError):  # this torch's takes other arguments
-        return False
-    return (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (3, 1), dtype, kind)
+    if function is None or _tried.get((function, dtype)) is False:
+        return None
+    if (function, dtype) not in _tried:
+        try:
+            with torch.cuda.device(device) if kind == "cuda" else nullcontext():  # no context on a device that nobody uses
+                made = function((2, 3), (3, 1), dtype)
+        except TypeError:  # this torch's takes other arguments
+            _tried[function, dtype] = False
+            return None
+        except RuntimeError:  # no memory, say
+            return None
+        _tried[function, dtype] = (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (3, 1), dtype, kind)
+    return function if _tried[function, dtype] else None
 
 
 class Empty:
@@ -40,7 +48,7 @@ class Empty:
         for i in range(len(shape) - 1, 0, -1):
             strides[i - 1] = strides[i] * max(shape[i], 1)
         self.shape, self.strides, self.dtype, self.device = tuple(shape), tuple(strides), dtype, device
-        self._quick = _quick(device.type, dtype)
+        self._quick = _quick(device, dtype)
         #: None where a kind has one device, and any is current.
         self._index = device.index if device.type != "cpu" else None
 
@@ -54,6 +62,6 @@ class Empty:
 
     def calls(self) -> tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...]:
         """Two functions, with their arguments, that make such a tensor: as quickly as can be, which may be on the current
-        device of the kind; and on the device."""
+        device of the kind; and on the device. The same twice where there is no quick way."""
         anywhere: tuple[Callable[..., torch.Tensor], tuple] = self.anywhere, ()
         return (anywhere if self._quick is None else (self._quick, (self.shape, self.strides, self.dtype))), anywhere

@@ -148,8 +148,9 @@ class PrefillRequest:
     slot_arguments: tuple[str, ...]  #: names of the slot arguments given; () when there are none
     is_paged: bool  #: chunk_gated_delta_rule_paged, with or without ``slots``
     precise: bool = False  #: the finest format that the backend has for products inside
-    #: For the backend that serves the call: what it works out from sizes, dtypes, strides, devices and scalars. Calls that
-    #: agree in all of that may find it again here, since they share this dictionary. Not for contents or addresses.
+    #: For the backend that serves the call, under a key with its name: what it works out from sizes, dtypes, strides, devices and
+    #: scalars. Calls that agree in all of that find it again here, since they share this dictionary, for as long as they are
+    #: remembered. Not for what follows from contents or addresses. A request made of another (``replace``) has a new one.
     shared: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     kind = "prefill"

@@ -263,6 +263,7 @@ def _cu_seqlens(value: Any, device: torch.device) -> torch.Tensor:
 def _host_seqlens(value: Any, length: int, num_tokens: int) -> tuple[int, ...]:
     name = "cu_seqlens_cpu"
     if isinstance(value, torch.Tensor):
+        _tensor(name, value)
         if value.device.type != "cpu" or value.dtype not in INDEX_DTYPES or value.ndim != 1:
             raise ValueError(
                 f"{name} must be a 1-D int32 or int64 tensor on the CPU or a sequence of ints, got "

@@ -198,20 +198,23 @@ def express_decode(request: DecodeRequest) -> Callable[..., bool] | None:
     alike_rows = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*rows, steps))
 
     def again(q, k, v, A_log, a, dt_bias, b, state, read, write, steps, indices, indptr, last, output) -> bool:
-        if (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, A_log.shape, A_log.stride(), A_log.dtype, A_log.device,
-            a.shape, a.stride(), a.dtype, a.device, dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device,
-            b.shape, b.stride(), b.dtype, b.device, state.shape, state.stride(), state.dtype, state.device,
-            output.shape, output.stride(), output.dtype, output.device,
-        ) != alike:  # fmt: skip
-            return False
-        if tuple(
-            [
-                None if x is None else (x.shape, x.stride(), x.dtype, x.device)
-                for x in (read, write, indices, indptr, last, steps)
-            ]
-        ) != alike_rows:  # fmt: skip
+        try:
+            if (
+                q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+                v.shape, v.stride(), v.dtype, v.device, A_log.shape, A_log.stride(), A_log.dtype, A_log.device,
+                a.shape, a.stride(), a.dtype, a.device, dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device,
+                b.shape, b.stride(), b.dtype, b.device, state.shape, state.stride(), state.dtype, state.device,
+                output.shape, output.stride(), output.dtype, output.device,
+            ) != alike:  # fmt: skip
+                return False
+            if tuple(
+                [
+                    None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+                    for x in (read, write, indices, indptr, last, steps)
+                ]
+            ) != alike_rows:  # fmt: skip
+                return False
+        except RuntimeError:  # a sparse or nested tensor, without sizes or strides
             return False
         inter = steps if has_steps else state
         if (q.data_ptr() | k.data_ptr() | state.data_ptr() | inter.data_ptr()) & 15:

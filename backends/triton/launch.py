@@ -74,7 +74,7 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor) -> None:
         run(((self, tensors),))
 
-    def launch(self, tensors: tuple[torch.Tensor, ...], hooked: bool) -> None:
+    def _launch(self, tensors: tuple[torch.Tensor, ...], hooked: bool) -> None:
         """On the current device, which must be the launch's."""
         if self._compiled is not None:
             # Addresses instead of tensors: the launcher then asks the driver nothing about them.
@@ -101,4 +101,4 @@ def run(launches: tuple[tuple[Launch, tuple[torch.Tensor, ...]], ...]) -> None:
         return
     hooked = _hooked()
     for launch, tensors in launches:
-        launch.launch(tensors, hooked)
+        launch._launch(tensors, hooked)

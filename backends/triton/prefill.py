@@ -113,9 +113,9 @@ def steps(request: PrefillRequest, plan: Plan) -> tuple[tuple[Launch, tuple[torc
 
 
 def plan_for(request: PrefillRequest) -> Plan:
-    # Of a call like an earlier one only addresses are unknown.
-    shared, place = request.shared, ("triton", _alignments(request))
-    plan = shared.get(place)
+    # Of a call like an earlier one only addresses are unknown, and as a rule all are aligned.
+    aligned, shared = _all_aligned(request), request.shared
+    plan = shared.get("triton") if aligned else None
     if plan is None:
         key = _key(request)
         plan = plans.get(key)
@@ -124,7 +124,8 @@ def plan_for(request: PrefillRequest) -> Plan:
             if len(plans) >= _MAX_PLANS:
                 plans.pop(next(iter(plans)), None)
             plans[key] = plan
-        shared[place] = plan
+        if aligned:
+            shared["triton"] = plan
     return plan
 
 
@@ -134,14 +135,13 @@ def forget_plans() -> None:
     forget_accepted()
 
 
-def _alignments(r: PrefillRequest) -> tuple[int, ...] | None:
-    """Where tensors lie as far as plans depend on it; None where all are aligned to 16 bytes."""
-    addresses = [r.q.data_ptr(), r.k.data_ptr(), r.v.data_ptr(), r.output.data_ptr()]
-    addresses += [x.data_ptr() for x in (r.initial_state, r.final_state, r.state_checkpoints) if x is not None]
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return tuple([address & 15 for address in addresses]) if bits & 15 else None
+def _all_aligned(r: PrefillRequest) -> bool:
+    """Whether all tensors whose alignment a plan depends on are aligned to 16 bytes."""
+    bits = r.q.data_ptr() | r.k.data_ptr() | r.v.data_ptr() | r.output.data_ptr()
+    for x in (r.initial_state, r.final_state, r.state_checkpoints):
+        if x is not None:
+            bits |= x.data_ptr()
+    return bits & 15 == 0
 
 
 def _gate_key(x: torch.Tensor | None):

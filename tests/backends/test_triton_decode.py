@@ -359,6 +359,7 @@ def test_the_short_way_gives_the_same_bits(case):
 
 
 @runs
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("case", EXPRESS)
 def test_the_short_way_refuses_any_other_tensor(case):
     r = express_request(case, 0)
@@ -371,6 +372,7 @@ def test_the_short_way_refuses_any_other_tensor(case):
             wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=DEVICE)
             one_more = torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
             others = [None, wide[..., 0], one_more, tensor.double(), torch.empty_like(tensor, device="meta")]
+            others += [tensor.to_sparse(), torch.nested.as_nested_tensor([tensor[0], tensor[:0].sum(0)])]
         for other in others:
             tensors = tensors_of(r)
             tensors[i] = other

@@ -319,6 +319,7 @@ def test_like_calls_have_a_plan_for_each_alignment():
         assert another is not plan and len(prefill.plans) == i + 2
         assert prefill.plan_for(moved(name)) is another
     assert prefill.plan_for(moved("g")) is plan and prefill.plan_for(request) is plan
+    assert list(request.shared.values()) == [plan], "there may be many alignments, and calls are remembered for long"
     prefill.forget_plans()
     assert not prefill.plans and not dispatch._accepted
 
@@ -327,7 +328,7 @@ def launches_of(tk: Tokens, **more):
     """The launches that a call would make, without making them."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill.Launch, "launch", lambda launch, *_: seen.append(launch))
+        patch.setattr(prefill.Launch, "_launch", lambda launch, *_: seen.append(launch))
         door(gdn_multi.chunk_gated_delta_rule, **tk.arguments(**more))
     return seen
 

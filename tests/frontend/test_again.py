@@ -372,6 +372,43 @@ def test_a_call_like_the_one_before_needs_no_key(monkeypatch, function, make):
     assert not dispatch._newest, "a backend that is gone serves nothing"
 
 
+@pytest.mark.parametrize("function, make", [CASES["prefill"], CASES["decode"]])
+@pytest.mark.parametrize("when", ["decided", "run"])
+def test_a_call_under_which_a_variable_was_set_is_not_remembered(monkeypatch, function, make, when):
+    """By another thread, say: nobody knows which value counted."""
+    seen = []
+
+    class Sets(Express):
+        def reasons_against(self, request):
+            self.set(request, "decided")
+            return ()
+
+        def prefill(self, request):
+            self.set(request, "run")
+            seen.append(request.batch_invariant)
+            self.torch.prefill(request)
+
+        def decode(self, request):
+            self.set(request, "run")
+            seen.append(request.batch_invariant)
+            super().decode(request)
+
+        def set(self, request, now):
+            if now == when and not seen:
+                monkeypatch.setenv(env.BATCH_INVARIANT, "1")
+
+    monkeypatch.setattr(dispatch, "_looked_into", lambda name, tensor: False)
+    gdn_multi.register_backend(Sets)
+    try:
+        for _ in range(3):
+            getattr(gdn_multi, function)(**make())
+        (template,) = [accepted.template for accepted in dispatch._accepted.values()]
+        assert template.batch_invariant
+    finally:
+        gdn_multi.unregister_backend("express")
+    assert seen in ([False, True, True], [False, True]), "the third by the short way, or not"
+
+
 def test_arguments_are_told_from_others():
     def like(values):
         return dispatch.Arguments(like_arguments.surroundings(), values).alike
@@ -393,10 +430,29 @@ def test_new_tensors_are_dense(monkeypatch, shape, without):
             assert (made.shape, made.stride(), made.dtype, made.device) == (wanted.shape, wanted.stride(), dtype, wanted.device)
 
 
+def test_a_torch_whose_quick_way_is_another_does_without(monkeypatch):
+    """Once it was short of memory it may be asked again."""
+    asked = []
+
+    class Allocators:
+        @staticmethod
+        def _empty_strided_cpu(size, strides, dtype):
+            asked.append(size)
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError("none now")
+            return torch.empty_strided(size, strides, dtype=dtype).double()
+
+    monkeypatch.setattr(memory, "_allocators", Allocators)
+    for tries in (1, 2, 2):
+        made = memory.Empty((4, 5), torch.float16, torch.device("cpu"))()
+        assert made.dtype == torch.float16 and made.shape == (4, 5)
+        assert asked == [(2, 3)] * tries
+
+
 def test_new_tensors_on_another_device_than_the_current(monkeypatch):
     """The quick way allocates on the current device of a kind: it is not taken where that is another."""
     made = []
-    monkeypatch.setattr(memory, "_quick", lambda kind, dtype: lambda *of: made.append(of) or "quick")
+    monkeypatch.setattr(memory, "_quick", lambda device, dtype: lambda *of: made.append(of) or "quick")
     monkeypatch.setattr(memory.Empty, "anywhere", lambda self: "anywhere")
     monkeypatch.setattr(memory, "current_device", lambda: 1)
     assert memory.Empty((2, 3), torch.float16, torch.device("cuda:1"))() == "quick" and made == [((2, 3), (3, 1), torch.float16)]

@@ -734,8 +734,16 @@ def test_sparse_and_nested_tensors(call):
             refused(call, ValueError, rf"\b{name}\b", "dense", "sparse_coo", **{name: value.to_sparse()})
             refused(call, ValueError, rf"\b{name}\b", "dense", "nested", **{name: nested})
         elif isinstance(value, tuple):
-            slots = type(value)(value[0], value[1].to_sparse(), *value[2:])
-            refused(call, ValueError, r"\bslots\b", "dense", "sparse_coo", slots=slots)
+            nested = torch.nested.as_nested_tensor([value[1], value[1][:0]])
+            for kind, other in ("sparse_coo", value[1].to_sparse()), ("nested", nested):
+                refused(call, ValueError, r"\bslots\b", "dense", kind, slots=type(value)(value[0], other, *value[2:]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_and_nested_lengths_on_the_host():
+    lengths = prefill()[1]["cu_seqlens"]
+    for kind, other in ("sparse_coo", lengths.to_sparse()), ("nested", torch.nested.as_nested_tensor([lengths, lengths[:0]])):
+        refused(prefill, ValueError, r"\bcu_seqlens_cpu\b", "dense", kind, cu_seqlens_cpu=other)
 
 
 # --- backends --------------------------------------------------------------------------------------
