@@ -1,6 +1,7 @@
 """Gated Delta-Rule (GDN) prefill and decode on a paged recurrent-state cache, served by several backends."""
 
 import os as _os
+from types import FunctionType as _FunctionType
 
 __version__ = "0.1.0"
 
@@ -12,6 +13,7 @@ if not _os.path.isdir(_os.path.join(_here, "backends")):
         __path__.append(_beside)
 
 from . import gdn_decode, gdn_paged, gdn_prefill, reference  # noqa: E402
+from . import graph_breaks as _graph_breaks  # noqa: E402
 from .backend import Backend  # noqa: E402
 from .dispatch import Explanation, LastCall, explain, last_backend  # noqa: E402
 from .gdn_decode import gated_delta_rule_decode_pretranspose  # noqa: E402
@@ -57,3 +59,8 @@ __all__ = [
     "unregister_backend",
     "warmup",
 ]
+
+for _name in __all__:
+    if isinstance(_value := globals()[_name], _FunctionType):
+        _graph_breaks.leave_out(_value)
+del _name, _value

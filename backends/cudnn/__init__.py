@@ -326,9 +326,10 @@ class CudnnBackend(Backend):
         if request.gate == "raw" and not plan.log_gates:
             arguments.update(safe_gate=True, a_log=request.A_log, dt_bias=request.dt_bias)
         output, final_state = self._call(request, plan, arguments)
-        _store_output(request, output)
-        if request.final_state is not None:
-            _store_states(request, final_state, arguments["initial_state"])
+        with torch.inference_mode():  # tensors made under it can be written only there
+            _store_output(request, output)
+            if request.final_state is not None:
+                _store_states(request, final_state, arguments["initial_state"])
 
     def _call(self, request: PrefillRequest, plan: _Plan, arguments: dict):
         function = _gated_delta_net()

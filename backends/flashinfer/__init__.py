@@ -214,13 +214,14 @@ class FlashInferBackend(Backend):
     def prefill(self, request: PrefillRequest) -> None:
         if request.pages is not None:
             request = self.with_slots(request)
-        if request.output_is_new and not request.covers_all_tokens:
-            request.output.zero_()
-        if request.final_state_is_new and request.may_have_empty_sequences:  # what a zero-length sequence returns
-            if request.initial_state is None:
-                request.final_state.zero_()
-            else:
-                request.final_state.copy_(request.initial_state)
+        with torch.inference_mode():  # tensors made under it can be written only there
+            if request.output_is_new and not request.covers_all_tokens:
+                request.output.zero_()
+            if request.final_state_is_new and request.may_have_empty_sequences:  # what a zero-length sequence returns
+                if request.initial_state is None:
+                    request.final_state.zero_()
+                else:
+                    request.final_state.copy_(request.initial_state)
         arguments: dict[str, Any] = dict(
             q=request.q,
             k=request.k,
@@ -356,7 +357,8 @@ class FlashInferBackend(Backend):
             arguments["intermediate_states_buffer"] = request.intermediate_states
         output, _ = _function("gdn_decode", "gated_delta_rule_decode_pretranspose")(**arguments)
         if output.data_ptr() != request.output.data_ptr():
-            request.output.copy_(output)
+            with torch.inference_mode():
+                request.output.copy_(output)
 
     # --- rows of a page table ----------------------------------------------------------------
 

@@ -88,6 +88,7 @@ _precision = _Precision()
 
 @contextlib.contextmanager
 def _plain_float32():
-    """float32 products in float32, whatever precision or autocast the caller has switched on."""
-    with _precision, torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+    """float32 products in float32, whatever precision or autocast the caller has switched on. Under inference mode, since only
+    there tensors made under it can be written; others can too, and all that is made inside stays inside."""
+    with _precision, torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield

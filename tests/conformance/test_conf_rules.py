@@ -505,6 +505,39 @@ def test_rule_9_inputs_that_require_grad_are_refused(door):
         door(gdn_multi.chunk_gated_delta_rule, **tokens.arguments())
 
 
+@pytest.mark.small
+@pytest.mark.parametrize("first", ["inside", "outside", "inference tensors"])
+def test_tensors_made_under_inference_mode_are_written_outside_it(door, first):
+    """Four calls of each function that are like each other but for the mode and for where their tensors were made."""
+    dims, device, dtype = door.sizes.dims, door.device, door.sizes.dtype
+    kinds = [(True, True), (False, False), (True, False), (False, True)]  # (tensors made, called) under inference mode
+    start = {"inside": 0, "outside": 1, "inference tensors": 2}[first]
+    for made, called in kinds[start:] + kinds[:start]:
+        with torch.inference_mode(made):
+            prefill = PagedBatch(dims).add(prefix=64, new=5).add().add(new=66).build(device, dtype=dtype, before=2, after=3)
+            output = prefill.tokens.new_output()
+            decode = PagedDecode(dims).add(65).add(9).build(device, dtype=dtype)
+            step = DecodeStep(dims, 2, 2, device=device, dtype=dtype)
+            state = random_states(2, dims).to(device)
+            buffer = torch.zeros(2, 2, *state.shape[1:], device=device)
+            one = torch.zeros_like(output), torch.zeros(3, *state.shape[1:], device=device)
+        assert state.is_inference() is made and output.is_inference() is made
+        expected, states = step.reference(state)
+        with torch.inference_mode(called):
+            prefill.run(door, output=output)
+            decode.run(door, output=decode.step.new_output())
+            result, _ = door(
+                gdn_multi.gated_delta_rule_decode_pretranspose,
+                **step.arguments(state=state, intermediate_states_buffer=buffer),
+            )
+            arguments = prefill.tokens.arguments(output=one[0], output_state=one[1], output_final_state=True)
+            _, final = door(gdn_multi.chunk_gated_delta_rule, **arguments)
+        step.check_output(result, expected)
+        tolerances.assert_close(state, states[:, -1], tolerances.decode_state(F32), "state")
+        tolerances.assert_close(buffer, states, tolerances.decode_state(F32), "intermediate states")
+        assert final is one[1] and final[2].any() and not final[1].any(), "written, but for the sequence without tokens"
+
+
 def test_unused_poison_is_really_poison():
     """The tests above stand on this: rows that were not set hold NaN (and infinities where the dtype has them)."""
     for dtype in (F32, BF16, F16, torch.float8_e4m3fn, torch.float8_e5m2):
