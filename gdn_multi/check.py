@@ -72,13 +72,14 @@ def _check_table(values: dict[str, list[int]], table: PageTable, num_pages: int 
                         f"page_indices[{seen[pages[entry]]}]: a sequence lists a page once" + WHERE
                     )
                 seen[pages[entry]] = entry
-        if num_pages is not None:
-            for entry in range(first, end):
-                if not 0 <= pages[entry] < num_pages:
-                    raise ValueError(
-                        f"page_indices[{entry}] (sequence {i}, its page {entry - first}) must be in [0, {num_pages}), "
-                        f"the rows of the pool, got {pages[entry]}" + WHERE
-                    )
+        # Slots are int32: without a pool, what does not fit there is no row of any.
+        limit, of = (2**31, "what fits a slot") if num_pages is None else (num_pages, "the rows of the pool")
+        for entry in range(first, end):
+            if not 0 <= pages[entry] < limit:
+                raise ValueError(
+                    f"page_indices[{entry}] (sequence {i}, its page {entry - first}) must be in [0, {limit}), {of}, "
+                    f"got {pages[entry]}" + WHERE
+                )
         if cu is None:
             if last[i] == 1 and end - first < 2:
                 raise ValueError(
@@ -95,6 +96,17 @@ def _check_table(values: dict[str, list[int]], table: PageTable, num_pages: int 
             if new > total:
                 raise ValueError(
                     f"sequence {i} has {new} new tokens in cu_seqlens and only {total} tokens in its pages" + WHERE
+                )
+
+
+def _check_slots(slots: dict[str, tuple[list[int] | None, list[int]]], used: list[bool]) -> None:
+    """Given ``slots``, by name what was given (None: nothing) and what the page table says, for the sequences that use them."""
+    for name, (given, right) in slots.items():
+        for i, (one, other) in enumerate(zip(given or (), right)):
+            if used[i] and one != other:
+                raise ValueError(
+                    f"{name}[{i}] (sequence {i}) must be {other}, as the page table says, got {one}: slots belong to the "
+                    f"page table and lengths that they were derived from" + WHERE
                 )
 
 
@@ -139,7 +151,7 @@ def _check_prefill(r: PrefillRequest) -> None:
             "starts": r.checkpoint_starts,
             "rows": r.checkpoint_rows,
             "prefix": r.prefix_lens,
-            **_table_tensors(r.pages),
+            **_table_tensors(r.pages or r.slots_of),
         }
     )
     cu = values["cu_seqlens"]
@@ -168,13 +180,16 @@ def _check_prefill(r: PrefillRequest) -> None:
             read="slots.state_indices", write="slots.output_state_indices", rows="page_indices",
             starts="slots.checkpoint_cu_starts", prefix="slots.prefix_lens",
         )  # fmt: skip
-    if r.pages is not None:
-        _check_table(values, r.pages, r.initial_state.shape[0])
-        cpu, size = torch.device("cpu"), r.pages.page_size
+    table = r.pages or r.slots_of
+    if table is not None:
+        _check_table(values, table, r.initial_state.shape[0])
+        cpu, size = torch.device("cpu"), table.page_size
         pages = [
             torch.tensor(values[n], device=cpu) for n in ("cu_seqlens", "page_indices", "page_indptr", "last_page_len")
         ]
         slots = reference.prefill_slots(pages[0], pages[1], pages[2], size, pages[3])
+        used = [end > start for start, end in zip(cu, cu[1:])]  # a sequence without new tokens reads and writes nothing
+        _check_slots({names[n]: (values.get(n), slots[n]) for n in ("read", "write", "starts", "prefix")}, used)
         read, write, starts, prefix = (slots[n] for n in ("read", "write", "starts", "prefix"))
         rows, indptr = values["page_indices"], values["page_indptr"]
         names.update(read="page_indices", write="page_indices")
@@ -215,19 +230,22 @@ def _check_prefill(r: PrefillRequest) -> None:
 
 
 def _check_decode(r: DecodeRequest) -> None:
-    values = _to_host({"read": r.read_rows, "write": r.write_rows, **_table_tensors(r.pages)})
+    values = _to_host({"read": r.read_rows, "write": r.write_rows, **_table_tensors(r.pages or r.slots_of)})
     read, write = values.get("read"), values.get("write")
     names = ("initial_state_indices", "output_state_indices" if r.slot_arguments else "initial_state_indices")
     entries = (range(r.batch), range(r.batch))
     if r.is_paged:
         names = ("slots.initial_state_indices", "slots.output_state_indices")
-    if r.pages is not None:
+    table = r.pages or r.slots_of
+    if table is not None:
         from . import reference
 
-        _check_table(values, r.pages, r.state.shape[0])
+        _check_table(values, table, r.state.shape[0])
         indptr, last = values["page_indptr"], values["last_page_len"]
         tables = (torch.tensor(values[n], device="cpu") for n in ("page_indices", "page_indptr", "last_page_len"))
-        read, write = reference.decode_slots(*tables)
+        right = reference.decode_slots(*tables)
+        _check_slots({name: pair for name, *pair in zip(names, (read, write), right)}, [True] * r.batch)
+        read, write = right
         names = ("page_indices", "page_indices")
         ends = [end - 1 for end in indptr[1:]]
         entries = ([end - (n == 1) for end, n in zip(ends, last)], ends)

@@ -96,7 +96,7 @@ def chunk_gated_delta_rule_paged(
     last_page_len : [N] int32 or int64
         Tokens in each sequence's last page after the call, in [1, page_size].
     slots : GDNPagedPrefillSlots, optional
-        The result of :func:`gdn_paged_prefill_slots` for the same batch; not checked against the page table.
+        The result of :func:`gdn_paged_prefill_slots` for the same batch; compared with the page table under ``GDN_MULTI_CHECK=1`` only.
     backend : str
         "auto" or a registered name; a name is a demand.
     max_seqlen : int, optional
@@ -151,7 +151,7 @@ def gated_delta_rule_decode_paged(
     backend : str
         "auto" or a registered name; a name is a demand.
     slots : GDNPagedDecodeSlots, optional
-        The result of :func:`gdn_paged_decode_slots` for the same batch; not checked against the page table.
+        The result of :func:`gdn_paged_decode_slots` for the same batch; compared with the page table under ``GDN_MULTI_CHECK=1`` only.
 
     Returns
     -------

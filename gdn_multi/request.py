@@ -148,6 +148,7 @@ class PrefillRequest:
     slot_arguments: tuple[str, ...]  #: names of the slot arguments given; () when there are none
     is_paged: bool  #: chunk_gated_delta_rule_paged, with or without ``slots``
     precise: bool = False  #: the finest format that the backend has for products inside
+    slots_of: PageTable | None = None  #: with GDN_MULTI_CHECK: the page table that came beside ``slots``, for the check
     #: For the backend that serves the call, under a key with its name: what it works out from sizes, dtypes, strides, devices and
     #: scalars. Calls that agree in all of that find it again here, since they share this dictionary, for as long as they are
     #: remembered. Not for what follows from contents or addresses. A request made of another (``replace``) has a new one.
@@ -210,6 +211,7 @@ class DecodeRequest:
     batch_invariant: bool
     slot_arguments: tuple[str, ...]
     is_paged: bool
+    slots_of: PageTable | None = None  #: as in PrefillRequest
 
     kind = "decode"
 

@@ -605,6 +605,7 @@ def paged_prefill_request(
         fields = ("state_indices", "output_state_indices", "checkpoint_cu_starts", "prefix_lens")
         read, write, starts, prefix = _slots(slots, fields, num_seqs, q.device, "gdn_paged_prefill_slots")
         rows, pages = table.page_indices, None
+    slots_of = table if slots is not None and env.flag(env.CHECK) else None
     host, longest = _longest(cu_seqlens, None, max_seqlen, q.shape[0])
     invariant = env.flag(env.BATCH_INVARIANT)
     output, output_is_new = _output(output, (q.shape[0], heads, v.shape[2]), "[tokens, heads, V]", q)
@@ -630,6 +631,7 @@ def paged_prefill_request(
         batch_invariant=invariant,
         precise=env.flag(env.PRECISE),
         slot_arguments=SLOT_ARGUMENTS,
+        slots_of=slots_of,
         **_token_fields(q, k, v, g, beta, A_log, dt_bias, beta_is_logit, use_qk_l2norm_in_kernel, scale, cu_seqlens),
         is_paged=True,
     )
@@ -776,6 +778,7 @@ def paged_decode_request(
         fields = ("initial_state_indices", "output_state_indices")
         read, write = _slots(slots, fields, batch, q.device, "gdn_paged_decode_slots")
         pages = None
+    slots_of = table if slots is not None and env.flag(env.CHECK) else None
     invariant = env.flag(env.BATCH_INVARIANT)
     output, _ = _output(output, (batch, tokens, heads, size_v), "[B, 1, v heads, V]", q)
     return DecodeRequest(
@@ -789,6 +792,7 @@ def paged_decode_request(
         output=output,
         batch_invariant=invariant,
         slot_arguments=("output_state_indices",),
+        slots_of=slots_of,
         **_decode_fields(q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm),
         is_paged=True,
     )

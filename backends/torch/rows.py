@@ -26,8 +26,8 @@ def page_slots(request: SlotsRequest) -> None:
     if not request.is_prefill:
         read, write = request.out
         every = torch.ones_like(last, dtype=torch.bool)
-        write.copy_(entries(pages, end - 1, every))
-        read.copy_(entries(pages, torch.where(last == 1, end - 2, end - 1), every))
+        write.copy_(_pages(pages, end - 1, every))
+        read.copy_(_pages(pages, torch.where(last == 1, end - 2, end - 1), every))
         return
     read, write, starts, prefix_lens = request.out
     cu = request.cu_seqlens.long()
@@ -40,8 +40,18 @@ def page_slots(request: SlotsRequest) -> None:
     # select, not index arithmetic: an empty prefix may point before the table
     reads, writes = prefix > 0, (new > 0) & (total % table.page_size != 0)
     last_prefix_page = first + (prefix - 1).clamp(min=0) // table.page_size
-    read.copy_(torch.where(reads, entries(pages, last_prefix_page, reads), none))
-    write.copy_(torch.where(writes, entries(pages, end - 1, writes), none))
+    read.copy_(torch.where(reads, _pages(pages, last_prefix_page, reads), none))
+    write.copy_(torch.where(writes, _pages(pages, end - 1, writes), none))
+
+
+def _pages(table: Tensor, entry: Tensor, used: Tensor) -> Tensor:
+    """``entries`` of page ids: one that is negative or no int32 is an IndexError where the host can see it, and no other row."""
+    ids = entries(table, entry, used)
+    if host_reads(ids.device):
+        wrong = used & ((ids < 0) | (ids >= 2**31))
+        if bool(wrong.any()):
+            raise IndexError(f"page id {int(ids[wrong][0])}")
+    return ids
 
 
 def entries(table: Tensor, entry: Tensor, used: Tensor) -> Tensor:

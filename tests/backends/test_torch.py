@@ -172,3 +172,21 @@ def test_another_default_device_changes_nothing():
     finally:
         torch.set_default_device(None)
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("page", [-1, 2**31, 2**32 + 1])
+def test_a_page_id_that_no_slot_can_hold_is_seen_before_anything_is_written(page):
+    """In an int32, 2**32 + 1 would be page 1."""
+    q, v, gate, head = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2), torch.zeros(2)
+    pool, table = torch.randn(3, 2, 8, 8), dict(page_indices=torch.tensor([page]), page_indptr=torch.tensor([0, 1]))
+    before = pool.clone()
+    with pytest.raises(IndexError, match=f"page id {page}"):
+        gdn_multi.gated_delta_rule_decode_paged(
+            q, q, v, head, gate, head, gate, state_pool=pool, **table, last_page_len=torch.tensor([2]), backend="torch"
+        )
+    with pytest.raises(IndexError, match=f"page id {page}"):
+        gdn_multi.chunk_gated_delta_rule_paged(
+            q[0], q[0], v[0], cu_seqlens=torch.tensor([0, 1]), state_pool=pool, **table, page_size=64,
+            last_page_len=torch.tensor([2]), backend="torch",
+        )  # fmt: skip
+    assert torch.equal(pool, before)
