@@ -4,11 +4,10 @@
 // takes 16 of them through all segments of a sequence and head. A transition that is zero is not read, and where there is
 // none, no thread waits for another: each moves its own elements on.
 //
-// Transitions are of fp16 (Transition), as which TF32 holds them whole, so products are of TF32 in two parts of the state (high,
-// low), which is float32 but for its last bits. A warp has 32 columns of a transition and half of k. Nobody else reads its part, so
-// each thread copies what it will multiply, two transitions ahead, and waits for its own copies only. The state is split into its
-// parts once, and lies in shared memory as fragments. The sums of both halves of k meet in shared memory: half the columns are
-// added by either.
+// Products are of TF32 in three parts (high high, low high, high low), which is float32 but for its last bits. A warp has 32
+// columns of a transition and half of k. Nobody else reads its part, so each thread copies what it will multiply, two
+// transitions ahead, and waits for its own copies only. The state is split into its parts once, and lies in shared memory as
+// fragments. The sums of both halves of k meet in shared memory: half the columns are added by either.
 #include "sequence.cuh"
 #include "sm90_workspace.cuh"
 
@@ -29,8 +28,7 @@ constexpr int kStages = 2;  // transitions there
 // row, so that no two lanes of a read fall into one bank.
 constexpr int kStride = 4 * (kHead / 2 + 1);
 constexpr int kPart = 8 * kStride;
-// Of a transition each thread has eight pieces of 16 bytes, two rows of four columns each; and the factors of four of the state's columns.
-constexpr int kLocalFloats = kRows * kHead, kFactorsAt = 8 * 4 * kThreads, kStageFloats = kFactorsAt + 4 * kThreads;
+constexpr int kLocalFloats = kRows * kHead, kStageFloats = kHead * kHead;
 constexpr int kBytes = (kStages * kStageFloats + kLocals * kLocalFloats + 2 * kPart + kRows * kHead) * 4;
 constexpr int kNone = INT32_MAX;
 
@@ -47,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
   const int64_t first = sequence.begin / (int64_t(plan.path.segment) * kChunk) + 2 * int64_t(index);
   const int count = int((sequence.chunks + plan.path.segment - 1) / plan.path.segment);
   if (count == 1) return;
-  const int64_t step = int64_t(plan.heads) * (2 * kHead * kHead);  // from segment to segment
+  const int64_t step = int64_t(plan.heads) * (2 * kStageFloats);  // from segment to segment
 
   // Segments whose transition is not zero: `waiting`, of the 32 from `base`, those not asked for yet; `ahead`, on its way,
   // this lane's of the 32 behind. All but the first and the last segment have one.
@@ -69,9 +67,9 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
     return next;
   };
 
-  // This thread's elements of states: of rows g and g + 8, four columns from `column` on.
-  const int half = warp / 4, column = 32 * (warp % 4) + q / 2 * 16 + half * 8 + q % 2 * 4;
-  float* const place0 = plan.segment_state(first, h, 0) + (row0 + g) * kHead + column;
+  // This thread's elements of states: of rows g and g + 8, columns column + 16 half + 4 q and the three behind.
+  const int half = warp / 4, column = 32 * (warp % 4);
+  float* const place0 = plan.segment_state(first, h, 0) + (row0 + g) * kHead + column + 16 * half + 4 * q;
   const auto place = [&](int j) { return place0 + j * step; };
   float* const stages = reinterpret_cast<float*>(shared) + 4 * threadIdx.x;
   float* const locals = stages + kStages * kStageFloats;
@@ -82,20 +80,21 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
       for (int i = 0; i < 2; i++) copy_async(local_at(j) + i * 4 * kThreads, place(j) + 8 * i * kHead, true);
     }
   };
-  // And of transitions: of each 16 of this half of k rows 4 q to 4 q + 3, of each row the piece of four columns that is number g of the
-  // warp's, one column of each tile. So q and q + 4 of a product's eight k are rows 4 q and 4 q + 1, then 4 q + 2 and 4 q + 3; and since
-  // pieces are what Transition says, a lane's sums are of neighbouring columns: of two tiles four, of the other two those eight further on.
-  float* const slot0 = plan.segment_state(first, h, 1);
-  const int piece0 = (64 * half + 4 * q) * Transition::row_bytes + (8 * (warp % 4) + g) * Transition::piece_bytes;
+  // And of transitions: of each 16 of this half of k rows 4 q to 4 q + 3, of each row four columns, one of each tile. So q
+  // and q + 4 of a product's eight k are rows 4 q and 4 q + 1, then 4 q + 2 and 4 q + 3, and column g of tile n is
+  // 4 (g / 2) + 16 (g % 2) + n, by which a lane's sums are of neighbouring columns.
+  const float* const transition0 = plan.segment_state(first, h, 1) + (64 * half + 4 * q) * kHead + column + g / 2 * 4 + g % 2 * 16;
   const auto fetch_transition = [&](int j, float* stage, int block) {
-    const Transition transition(slot0 + j * step);
-    const char* from = transition.rows + piece0 + 16 * block * Transition::row_bytes;
+    const float* from = transition0 + j * step + 16 * block * kHead;
 #pragma unroll
-    for (int i = 0; i < 4; i++) copy_words(stage + (2 * block + i / 2) * 4 * kThreads + i % 2 * 2, from + i * Transition::row_bytes);
-    if (block == 0) copy_async(stage + kFactorsAt, transition.factors + column, true);
+    for (int i = 0; i < 4; i++) copy_async(stage + (4 * block + i) * 4 * kThreads, from + i * kHead, true);
   };
   float* const parts = reinterpret_cast<float*>(shared) + kStages * kStageFloats + kLocals * kLocalFloats;
   float* const exchange = parts + 2 * kPart + 4 * lane;
+
+  // What a product reads of a float32, and the rest.
+  const auto high = [](float x) { return round_to_tf32(x) & 0xffffe000u; };
+  const auto low = [](float x, uint32_t high) { return __float_as_uint(x - __uint_as_float(high)); };
 
   float4 state[2];
 #pragma unroll
@@ -137,19 +136,16 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
     if (j == count - 1) return;
     if (multiply) {
       float* const stage = stages + (behind == kNone ? fetched - 1 : fetched - 2) % kStages * kStageFloats;
-      const float4 factors = *reinterpret_cast<const float4*>(stage + kFactorsAt);
-      const float values[4][2] = {{state[0].x * factors.x, state[1].x * factors.x}, {state[0].y * factors.y, state[1].y * factors.y},
-                                  {state[0].z * factors.z, state[1].z * factors.z}, {state[0].w * factors.w, state[1].w * factors.w}};
+      const float values[4][2] = {{state[0].x, state[1].x}, {state[0].y, state[1].y}, {state[0].z, state[1].z}, {state[0].w, state[1].w}};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         uint32_t x[4], y[4];
 #pragma unroll
         for (int m = 0; m < 4; m++) {
           const float value = values[2 * i + m / 2][m % 2];
-          x[m] = round_to_tf32(value) & 0xffffe000u;  // what a product reads of it
-          y[m] = round_to_tf32(value - __uint_as_float(x[m]));
+          x[m] = high(value), y[m] = round_to_tf32(__uint_as_float(low(value, x[m])));
         }
-        float* to = parts + g * kStride + 2 * (column + 2 * i);
+        float* to = parts + g * kStride + 2 * (column + 16 * half + 4 * q + 2 * i);
         *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
         *reinterpret_cast<uint4*>(to + kPart) = make_uint4(y[0], y[1], y[2], y[3]);
       }
@@ -160,9 +156,9 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
       const float* const left = parts + g * kStride + 2 * (64 * half + 4 * q);
 #pragma unroll
       for (int block = 0; block < 4; block++) {
-        uint4 right[2];
+        uint4 right[4];
 #pragma unroll
-        for (int k = 0; k < 2; k++) right[k] = *reinterpret_cast<const uint4*>(stage + (2 * block + k) * 4 * kThreads);
+        for (int i = 0; i < 4; i++) right[i] = *reinterpret_cast<const uint4*>(stage + (4 * block + i) * 4 * kThreads);
         uint32_t a[2][4], a_low[2][4];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -174,17 +170,20 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
         if (block > 0 && found != kNone) fetch_transition(found, stage, block - 1);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          const float2 rows[2][2] = {{Pair<__half>::unpack(right[k].x), Pair<__half>::unpack(right[k].y)},
-                                     {Pair<__half>::unpack(right[k].z), Pair<__half>::unpack(right[k].w)}};
-          uint32_t b[4][2];
+          uint32_t b[4][2], b_low[4][2];
 #pragma unroll
-          for (int i = 0; i < 2; i++)
+          for (int i = 0; i < 2; i++) {
+            const uint4& x = right[2 * k + i];
+            const float row[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
 #pragma unroll
-            for (int n = 0; n < 4; n++) b[n][i] = __float_as_uint(n % 2 == 0 ? rows[i][n / 2].x : rows[i][n / 2].y);
+            for (int n = 0; n < 4; n++) b[n][i] = high(row[n]), b_low[n][i] = low(row[n], b[n][i]);
+          }
 #pragma unroll
           for (int n = 0; n < 4; n++) mma_tf32(large[n], a[k], b[n][0], b[n][1]);
 #pragma unroll
           for (int n = 0; n < 4; n++) mma_tf32(small[n], a_low[k], b[n][0], b[n][1]);
+#pragma unroll
+          for (int n = 0; n < 4; n++) mma_tf32(small[n], a[k], b_low[n][0], b_low[n][1]);
         }
       }
       // Of the two fours of columns one is the other half's to add.
@@ -194,8 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1) scan(const __grid_constant__ Pref
         float4 x[2];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-          const auto sum = [&](int n, int at) { return large[2 * m + n][2 * i + at] + small[2 * m + n][2 * i + at]; };
-          x[m] = make_float4(sum(0, 0), sum(1, 0), sum(0, 1), sum(1, 1));
+          const int at = 2 * i + m;
+          x[m] = make_float4(large[0][at] + small[0][at], large[1][at] + small[1][at], large[2][at] + small[2][at], large[3][at] + small[3][at]);
         }
         mine[i] = half == 0 ? x[0] : x[1];
         *reinterpret_cast<float4*>(exchange + (2 * warp + i) * 128) = half == 0 ? x[1] : x[0];

@@ -96,17 +96,6 @@ struct Plan {
   }
 };
 
-// A transition, in its segment's state of number 1. Row r of it says what becomes of column r of a state: fp16 below a power of two of its own, which
-// is the largest that does not exceed the row's largest element, so that 11 bits are left of what matters, however much a segment forgets. Of each 16 columns
-// the four that a lane of the accumulators has follow one another, a piece of 8 bytes: 2 q, 2 q + 1, 2 q + 8, 2 q + 9.
-struct Transition {
-  static constexpr int piece_bytes = 8, row_bytes = kHead * 2;
-  char* rows;      // 32 pieces each
-  float* factors;  // of rows
-
-  __device__ explicit Transition(float* slot) : rows(reinterpret_cast<char*>(slot)), factors(slot + kHead * kHead / 2) {}
-};
-
 // What the path in one kernel (sm90_pairs.cu) gets instead.
 struct PairPlan {
   TensorMap q, k, v, output;  // boxes of 64 columns of a head by 16 tokens; v and output by 64

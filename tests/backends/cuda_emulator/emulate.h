@@ -161,7 +161,6 @@ inline void prefetch_line(const void* from) {
 }
 inline void copy_async(void* to, const void* from, bool valid) { emu::copy(to, from, valid); }
 inline void copy_word(void* to, const void* from) { emu::copy(to, from, true, 4); }
-inline void copy_words(void* to, const void* from) { emu::copy(to, from, true, 8); }
 inline void copy_commit() { emu::copy_commit(); }
 template <int N>
 inline void copy_wait() {
