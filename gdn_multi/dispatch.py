@@ -188,7 +188,7 @@ def choose(request: Request, keyword: str) -> tuple[Backend, str]:
     raise _refusal(request, tried, source)
 
 
-def _expand(names: tuple[str, ...] | None, request: Request) -> list[str]:
+def _expand(names: tuple[str, ...] | None, request: Request | None = None) -> list[str]:
     """The order in which to ask: the names, with "auto" standing for the policy's own."""
     order: list[str] = []
     for name in names or ("auto",):

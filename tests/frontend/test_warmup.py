@@ -84,3 +84,66 @@ def test_progress_goes_to_stderr(compiling, capsys):
     gdn_multi.warmup(**MODEL, device="cpu")
     captured = capsys.readouterr()
     assert captured.out == "" and "gdn_multi warmup:" in captured.err
+
+
+@pytest.mark.parametrize("backends,error,words", [
+    ("torch", TypeError, "backends must be a tuple of names of backends, got 'torch'"),
+    (("torch", 3), TypeError, "backends must be a tuple of names"),
+    ((), ValueError, "backends must name at least one backend"),
+    (("torch", "nix"), ValueError, "unknown backend 'nix' in backends; registered: cuda, triton"),
+    (("torch", "cudnn"), RuntimeError, r"not usable on cpu \(backends\): cudnn: "),
+])  # fmt: skip
+def test_backends_that_cannot_be_warmed_up_are_errors(backends, error, words):
+    with pytest.raises(error, match=words):
+        gdn_multi.warmup(**MODEL, device="cpu", backends=backends, progress=lambda text: None)
+
+
+@pytest.mark.parametrize("changed,error,words", [
+    (dict(max_batch=0), ValueError, "max_batch must be at least 1, got 0"),
+    (dict(max_tokens=-1), ValueError, "max_tokens must be at least 0, got -1"),
+    (dict(max_tokens=2.5), TypeError, "max_tokens must be an int, got 2.5"),
+    (dict(num_k_heads=0), ValueError, "num_k_heads must be at least 1"),
+    (dict(num_q_heads=2, num_v_heads=3, max_tokens=0), ValueError, "head counts"),
+    (dict(page_size=0), ValueError, "multiple of 64, got 0"),
+    (dict(max_tokens=0, max_decode_tokens=0), ValueError, "nothing to warm up"),
+])  # fmt: skip
+def test_sizes_that_no_model_has_are_errors(changed, error, words):
+    with pytest.raises(error, match=words):
+        gdn_multi.warmup(**{**MODEL, **changed}, device="cpu", progress=lambda text: None)
+
+
+def test_the_backends_are_those_that_the_variables_name(compiling, monkeypatch):
+    monkeypatch.setenv("GDN_MULTI_BACKEND", "torch")
+    assert gdn_multi.warmup(**MODEL, device="cpu", progress=lambda text: None).backends == ("torch",)
+    assert compiling.seen == []
+    monkeypatch.setenv("GDN_MULTI_DECODE_BACKEND", "cudnn, compiling")
+    assert set(gdn_multi.warmup(**MODEL, device="cpu", progress=lambda text: None).backends) == {"torch", "compiling"}
+    assert {request.kind for request in compiling.seen} == {"decode"}
+    monkeypatch.setenv("GDN_MULTI_DECODE_BACKEND", "cudnn")
+    with pytest.raises(RuntimeError, match=r"not usable on cpu \(GDN_MULTI_DECODE_BACKEND\): cudnn: "):
+        gdn_multi.warmup(**MODEL, device="cpu", progress=lambda text: None)
+    monkeypatch.setenv("GDN_MULTI_DECODE_BACKEND", "nix")
+    with pytest.raises(ValueError, match="unknown backend 'nix' in GDN_MULTI_DECODE_BACKEND"):
+        gdn_multi.warmup(**MODEL, device="cpu", progress=lambda text: None)
+
+
+@pytest.mark.parametrize("changed,kinds", [
+    (dict(num_q_heads=4, num_k_heads=1, num_v_heads=1), {"prefill"}),
+    (dict(state_dtype=torch.float8_e4m3fn), {"prefill"}),
+    (dict(max_tokens=0), {"decode"}),
+    (dict(max_decode_tokens=0), {"prefill"}),
+    (dict(), {"prefill", "decode"}),
+])  # fmt: skip
+def test_what_is_served_is_warmed_up(compiling, changed, kinds):
+    report = gdn_multi.warmup(**{**MODEL, **changed}, device="cpu", progress=lambda text: None)
+    assert report.backends == ("compiling", "torch")
+    assert {request.kind for request in compiling.seen} == kinds
+    assert report.calls == 2 * len(compiling.seen)
+
+
+def test_a_backend_that_refuses_a_form_gets_the_others(compiling, monkeypatch):
+    monkeypatch.setattr(
+        Compiling, "reasons_against", lambda self, r: ("no pool",) if getattr(r, "read_rows", None) is not None else ()
+    )
+    gdn_multi.warmup(**MODEL, device="cpu", backends=("compiling",), progress=lambda text: None)
+    assert {r.is_paged for r in compiling.seen} == {True, False} and {r.kind for r in compiling.seen} == {"prefill", "decode"}
