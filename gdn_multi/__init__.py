@@ -16,6 +16,7 @@ from . import gdn_decode, gdn_paged, gdn_prefill, reference  # noqa: E402
 from . import graph_breaks as _graph_breaks  # noqa: E402
 from .backend import Backend  # noqa: E402
 from .dispatch import Explanation, LastCall, explain, last_backend  # noqa: E402
+from .flashinfer_names import missing as _missing  # noqa: E402
 from .gdn_decode import gated_delta_rule_decode_pretranspose  # noqa: E402
 from .gdn_paged import (  # noqa: E402
     GDNPagedDecodeSlots,
@@ -59,6 +60,11 @@ __all__ = [
     "unregister_backend",
     "warmup",
 ]
+
+
+def __getattr__(name: str):
+    _missing(__name__, name)
+
 
 for _name in __all__:
     if isinstance(_value := globals()[_name], _FunctionType):

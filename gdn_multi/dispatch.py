@@ -230,11 +230,31 @@ def _warn_slow(tried: dict[str, tuple[str, ...]]) -> None:
     )
 
 
+#: Whether this process has looked for variables that look like ours and are not.
+_unknown_named = False
+
+
+def _name_unknown() -> None:
+    """Say once which variables are set that look like ours and are not: one misspelt has no effect, and nothing else tells."""
+    global _unknown_named
+    _unknown_named = True
+    names = env.unknown()
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: gdn_multi knows no such variable, so that it has no effect; it knows {', '.join(env.VARIABLES)}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
 # --- serving ---------------------------------------------------------------------------------------
 
 
 def run(request: Request, keyword: str = "auto") -> tuple[Backend, LastCall]:
     """Choose a backend and have it serve the request."""
+    env.check_switches()
+    if not _unknown_named:
+        _name_unknown()
     backend, source = choose(request, keyword)
     if backend.name == "torch" and request.device.type == "cuda" and source == POLICY:
         _warn_slow({name: _reasons(name, request) for name in _policy(request) if name != "torch"})
@@ -650,6 +670,7 @@ def explain(function: str | Callable, *args: Any, **kwargs: Any) -> Explanation:
     >>> print(gdn_multi.explain(gdn_multi.chunk_gated_delta_rule, q, k, v, g, beta, cu_seqlens=cu))  # doctest: +SKIP
     """
     request, keyword = build_request(function, *args, **kwargs)
+    env.check_switches()
     reasons = {name: _reasons(name, request) for name in registry.names()}
     slots = getattr(request, "slot_arguments", ())
     source = _wanted(request, keyword)[1]

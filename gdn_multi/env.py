@@ -84,6 +84,14 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name} must be one of {', '.join(_TRUE + _FALSE[1:])}, got {value!r}")
 
 
+def check_switches() -> None:
+    """ValueError when a switch has a value that is neither on nor off, whether the call at hand looks at it or not."""
+    values = deciding()
+    if values[3] is not None or values[4] is not None or values[6] is not None:
+        for name in (CHECK, BATCH_INVARIANT, PRECISE):
+            flag(name)
+
+
 def backend_choice(kind: str) -> tuple[tuple[str, ...] | None, str]:
     """The names that the environment asks for in calls of ``kind`` ("prefill", "decode"), and the variable they
     come from; (None, "") when it asks for none. "auto" stands for the policy."""

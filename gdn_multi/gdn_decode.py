@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .dispatch import serve, short_ways
+from .flashinfer_names import missing
 from .validate import decode_request
 
 _short = short_ways["gated_delta_rule_decode_pretranspose"]
@@ -81,3 +82,7 @@ def gated_delta_rule_decode_pretranspose(
         del pool, write, call, out
     request = serve(decode_request, locals())
     return request.output, request.state
+
+
+def __getattr__(name: str):
+    missing(__name__, name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .dispatch import serve
+from .flashinfer_names import missing
 from .validate import prefill_request
 
 
@@ -116,3 +117,7 @@ def chunk_gated_delta_rule(
     """
     request = serve(prefill_request, locals())
     return (request.output, request.final_state) if output_final_state else request.output
+
+
+def __getattr__(name: str):
+    missing(__name__, name)

@@ -60,10 +60,8 @@ def _check_scale(value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = "; pass a Python float (reading a tensor would wait for the device)"
-        raise TypeError(
-            f"scale must be a number or None, got {type(value).__name__}"
-            + (hint if isinstance(value, torch.Tensor) else "")
-        )
+        got = f"a tensor{hint}" if isinstance(value, torch.Tensor) else _type(value)
+        raise TypeError(f"scale must be a number or None, got {got}")
     try:
         finite = math.isfinite(value)
     except OverflowError:  # an int beyond the floats
@@ -378,7 +376,7 @@ def _gates(g, beta, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_log
         if missing:
             raise ValueError(f"use_gate_in_kernel=True needs g, A_log and dt_bias, got None for {', '.join(missing)}")
     elif given:
-        raise ValueError(f"{' and '.join(given)} are read only with use_gate_in_kernel=True, got False")
+        raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} read only with use_gate_in_kernel=True, got False")
     if beta_is_logit and beta is None:
         raise ValueError("beta_is_logit=True needs beta, got None")
     for name, value, raw, raw_name in (

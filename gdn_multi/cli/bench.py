@@ -82,10 +82,14 @@ def _names(text: str) -> list[str]:
 def _ours(text: str, device) -> list[str]:
     if text == "none":
         return []
-    if text != "usable":
-        return _names(text)
     from ..registry import registered_backends, registry
 
+    if text != "usable":
+        known = registered_backends()
+        for name in _names(text):
+            if name.partition(":")[0] not in known:
+                raise ValueError(f"unknown backend {name!r} in --ours; there are {', '.join(known)}")
+        return _names(text)
     left_out = ["flashinfer", "cake_gdn", "cudnn"]  # the same kernels as the peers' own calls
     if device.type == "cuda":
         left_out.append("torch")  # there to be right, not to be fast

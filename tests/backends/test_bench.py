@@ -403,6 +403,7 @@ def test_warm_up_of_the_command(capsys):
     [
         (["--tables", "nope"], "unknown table"), (["--rows", "zzz*"], "no row"),
         (["--page-size", "65"], "multiple of 64"),
+        (["--ours", "torch,nix", "--time-limit", "-1"], "unknown backend 'nix' in --ours; there are cuda, triton"),
         (["--ours", "torch:nope"], "unknown variant"), (["--against", "/nonexistent/file"], "No such file"),
     ],
 )  # fmt: skip

@@ -411,3 +411,22 @@ def test_switches_say_what_they_take(monkeypatch):
     monkeypatch.setenv(env.CHECK, "maybe")
     with pytest.raises(ValueError, match=f"{env.CHECK} must be one of 1, true.*'maybe'"):
         prefill()
+
+
+@pytest.mark.parametrize("call", [
+    lambda: prefill(), lambda: decode(), lambda: gdn_multi.gdn_paged_decode_slots(*[torch.tensor(x) for x in ([0], [0, 1], [2])]),
+])  # fmt: skip
+def test_a_misspelt_variable_is_named_once(monkeypatch, call):
+    forget = dispatch.forget_accepted
+    monkeypatch.setattr(dispatch, "_unknown_named", False)
+    monkeypatch.setenv("GDN_MULTI_BATCHINVARIANT", "1")
+    forget()
+    words = "^GDN_MULTI_BATCHINVARIANT: gdn_multi knows no such variable.*GDN_MULTI_BATCH_INVARIANT"
+    with pytest.warns(RuntimeWarning, match=words) as said:
+        call()
+    assert [w.filename for w in said] == [__file__], "the warning is of the line that called"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        forget()
+        call()

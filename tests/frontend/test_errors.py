@@ -16,6 +16,7 @@ import torch
 from cases import DecodeStep, Dims, PagedBatch, PagedDecode, Tokens, index, random_states
 
 import gdn_multi
+from gdn_multi import env
 
 DIMS = Dims(2, 2, 4, 16, 24)
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -427,8 +428,8 @@ def test_cu_seqlens_whose_values_the_host_can_see(call):
 
 SCALARS = [
     # argument, value, error, words
-    ("scale", "1", TypeError, "number|float", PREFILLS + DECODES),
-    ("scale", torch.tensor(1.0), TypeError, "number|float", PREFILLS + DECODES),
+    ("scale", "1", TypeError, "must be a number or None, got str '1'", PREFILLS + DECODES),
+    ("scale", torch.tensor(1.0), TypeError, "must be a number or None, got a tensor; pass a Python float", PREFILLS + DECODES),
     ("scale", True, TypeError, "number|float", PREFILLS + DECODES),
     ("scale", cases.NAN, ValueError, "finite", PREFILLS + DECODES),
     ("scale", cases.INF, ValueError, "finite", PREFILLS + DECODES),
@@ -591,7 +592,8 @@ def test_gate_arguments_that_do_not_go_together(call):
         return
     parameter = torch.zeros(DIMS.heads)
     refused(call, ValueError, "use_gate_in_kernel", "A_log", use_gate_in_kernel=True)
-    refused(call, ValueError, "use_gate_in_kernel", "A_log", A_log=parameter)
+    refused(call, ValueError, "A_log is read only with use_gate_in_kernel", A_log=parameter)
+    refused(call, ValueError, "A_log and dt_bias are read only with use_gate_in_kernel", A_log=parameter, dt_bias=parameter)
     refused(call, ValueError, "use_gate_in_kernel", "dt_bias", dt_bias=parameter)
     refused(call, ValueError, "beta", "beta_is_logit", beta_is_logit=True, beta=None)
 
@@ -809,6 +811,18 @@ def test_a_backend_that_is_usable_is_not_run_for_a_refused_call():
         assert len(ran) == 1
     finally:
         gdn_multi.unregister_backend("counting")
+
+
+@on(*ALL)
+@pytest.mark.parametrize("name", [env.CHECK, env.BATCH_INVARIANT, env.PRECISE])
+def test_a_switch_that_is_neither_on_nor_off(call, name, monkeypatch):
+    """In every call, whether it looks at that switch or not; after a call like it too."""
+    function, arguments = call()
+    function(**arguments)
+    monkeypatch.setenv(name, "x")
+    refused(call, ValueError, f"{name} must be one of 1, true.*got 'x'")
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        gdn_multi.explain(function, **arguments)
 
 
 # --- states of every dtype, as a counter-check ------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -126,6 +127,19 @@ def test_code_written_for_flashinfer_runs():
         torch.tensor([0, 5]),
     )
     assert out.shape == (5, 4, 16) and state.shape == (1, 4, 16, 16) and state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("module,name,words", [
+    ("gdn_multi", "gated_delta_rule_mtp", "FlashInfer's, .*gated_delta_rule_decode_pretranspose takes T > 1 .*disable_state_update=True"),
+    ("gdn_multi.gdn_decode", "gated_delta_rule_decode", "FlashInfer's, whose states are K-major"),
+    ("gdn_multi.gdn_prefill", "chunk_gated_delta_rule2", "another recurrence"),
+    ("gdn_multi", "nothing_of_the_kind", "module 'gdn_multi' has no attribute 'nothing_of_the_kind'$"),
+])  # fmt: skip
+def test_functions_of_flashinfer_that_are_not_here_say_so(module, name, words):
+    module = importlib.import_module(module)
+    with pytest.raises(AttributeError, match=words) as caught:
+        getattr(module, name)
+    assert caught.value.name == name and not hasattr(module, name)
 
 
 def test_return_values():
