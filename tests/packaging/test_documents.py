@@ -41,6 +41,36 @@ def test_the_readmes_code_runs(monkeypatch):
     assert flashinfer.gdn_prefill.chunk_gated_delta_rule is flashinfer.chunk_gated_delta_rule
 
 
+def test_the_contracts_speculative_decoding_is_decoding():
+    """Against one paged decode a token, of sequences that end inside a page, cross one, and have all drafts refused."""
+    import torch
+
+    (code,) = (block for block in blocks(ROOT / "docs" / "contract.md") if "after = torch.empty" in block)
+    B, T, page_size = 3, 4, 64
+    first, pages, accepted = [70, 126, 64], [[5, 2], [1, 6, 3], [0, 4]], [3, 4, 0]
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, T, 1, 8).unbind()
+    v, (a, b) = torch.randn(B, T, 2, 8), torch.randn(2, B, T, 2).unbind()
+    A_log, dt_bias = torch.zeros(2), torch.zeros(2)
+    pool = torch.randn(8, 2, 8, 8)
+    before, expected = pool.clone(), pool.clone()
+    names = dict(locals(), torch=torch, gdn_multi=gdn_multi, verify=lambda output: accepted)
+    execute(code, "contract.md", names)
+    assert names["rows"].tolist() == [2, 6, 0]
+    for i in range(B):
+        for t in range(accepted[i]):
+            total = first[i] + t + 1
+            count = -(-total // page_size)
+            step = gdn_multi.gated_delta_rule_decode_paged(
+                *(x[i : i + 1, t : t + 1] for x in (q, k, v)), A_log, a[i : i + 1, t : t + 1], dt_bias, b[i : i + 1, t : t + 1],
+                state_pool=expected, page_indices=torch.tensor(pages[i][:count]), page_indptr=torch.tensor([0, count]),
+                last_page_len=torch.tensor([total - (count - 1) * page_size]),
+            )  # fmt: skip
+            torch.testing.assert_close(names["output"][i, t], step[0, 0])
+    torch.testing.assert_close(pool, expected)
+    assert [page for page in range(8) if not torch.equal(pool[page], before[page])] == [2, 3, 6]
+
+
 def test_the_worked_backend_runs():
     names = {}
     try:
