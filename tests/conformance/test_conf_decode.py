@@ -176,6 +176,30 @@ def test_stores_round_to_nearest_even(door, sizes, state_dtype):
     assert same_bits(state, before)
 
 
+@pytest.mark.small
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_empty_batch_changes_nothing(door, sizes, steps):
+    dims, device = sizes.dims, door.device
+    pool = random_states(4, dims).to(device)
+    before, none, zero = bits(pool), index([], torch.int32, device), index([0], torch.int32, device)
+    for _ in range(2):  # the second is a call like an earlier one
+        step = DecodeStep(dims, 0, steps, device=device, dtype=sizes.dtype)
+        own = step.arguments(state=None, initial_state=pool, initial_state_indices=none)
+        output, _ = door(gdn_multi.gated_delta_rule_decode_pretranspose, **own)
+        step.check_output(output, output)
+        output, state = door(gdn_multi.gated_delta_rule_decode_pretranspose, **step.arguments(state=pool[:0]))
+        step.check_output(output, output)
+        assert state.shape[0] == 0
+        if steps == 1:
+            table = dict(page_indices=none, page_indptr=zero, last_page_len=none)
+            slots = door.page_slots(gdn_multi.gdn_paged_decode_slots, **table)
+            assert [x.shape for x in slots] == [(0,), (0,)]
+            for more in ({}, dict(slots=slots)):
+                output = door(gdn_multi.gated_delta_rule_decode_paged, **step.arguments(state_pool=pool, **table, **more))
+                step.check_output(output, output)
+    assert torch.equal(bits(pool), before)
+
+
 # --- pools ----------------------------------------------------------------------------------------
 
 
