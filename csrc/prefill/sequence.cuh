@@ -41,6 +41,9 @@ __device__ __forceinline__ Sequence get_sequence(const PrefillParams& p, int i) 
   return s;
 }
 
+// Whether a sequence has more than one segment of so many chunks; no sequence: no.
+__device__ __forceinline__ bool is_split(const PrefillParams& p, int64_t i, int32_t segment) { return i < p.num_seqs && get_sequence(p, int(i)).chunks > segment; }
+
 // The sequence that a slot of so many tokens may belong to, or -1; all lanes of a warp together, 32 candidates a step.
 __device__ __forceinline__ int find_sequence(const PrefillParams& p, int64_t slot, int64_t tokens = kChunk) {
   const int lane = threadIdx.x % 32;

@@ -99,8 +99,8 @@ static_assert(shared_bytes<1>() <= 227 << 10 && shared_bytes<2>() <= 227 << 10, 
 __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
   const int64_t tokens = int64_t(plan.path.segment) * kChunk;
   const int index = find_sequence(p, slot, tokens);
-  if (index < 0) return false;
   work.index = index;
+  if (index < 0) return false;
   sequence = get_sequence(p, index);
   const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index));
   const int64_t count = (sequence.chunks + plan.path.segment - 1) / plan.path.segment;
@@ -197,16 +197,21 @@ __device__ __forceinline__ void store_output(const uint8_t* tile, const Rows& ro
   }
 }
 
-// The unit of a number: segment or sequence, head of the pass, share of its V rows, the last fastest; in the first pass the
-// shares of the transition follow those of V. False if there is nothing to do. A warp together.
+// The first pass takes whole heads, and the long units first, so that none of them is begun when the others end: numbers go three times through
+// all segments and heads.
+enum FirstPass { kTransitions, kLongRows, kShortRows, kTurns };
+__device__ __forceinline__ uint32_t numbers_a_turn(const Plan& plan) { return uint32_t(plan.segments) * uint32_t(plan.heads); }
+
+// The unit of a number: segment or sequence, head of the pass, share of its V rows, the last fastest. False if there is nothing to do. A warp together.
 template <int kGroups, bool kOutput>
 __device__ __forceinline__ bool find_unit(const PrefillParams& p, const Plan& plan, uint32_t number, Work& work, Sequence& sequence) {
-  constexpr uint32_t kShares = 2 / kGroups, kParts = kOutput ? kShares : 2 * kShares;
-  const uint32_t part = number % kParts;
-  const int64_t which = number / kParts / uint32_t(plan.heads);
-  work.head = plan.first_head + number / kParts % uint32_t(plan.heads);
-  work.v0 = part % kShares * 64 * kGroups;
-  work.transition = !kOutput && part >= kShares;
+  static_assert(kOutput || kGroups == 2);
+  constexpr uint32_t kShares = 2 / kGroups;
+  work.transition = !kOutput && number < numbers_a_turn(plan);
+  if (!kOutput) number %= numbers_a_turn(plan);
+  const int64_t which = number / kShares / uint32_t(plan.heads);
+  work.head = plan.first_head + number / kShares % uint32_t(plan.heads);
+  work.v0 = number % kShares * 64 * kGroups;
   if (plan.path.segment > 0) {
     if (!find_segment(p, plan, which, work, sequence)) return false;
   } else {
@@ -216,6 +221,25 @@ __device__ __forceinline__ bool find_unit(const PrefillParams& p, const Plan& pl
   if (kOutput) return sequence.chunks > 0 || p.copy_empty;
   // Nothing starts from where the last segment ends; the first starts from the true state.
   return !work.last && !(work.transition && work.first);
+}
+
+// Of a number that is no unit's: one further on before which none is. A warp together.
+template <int kGroups, bool kOutput>
+__device__ __forceinline__ uint32_t first_behind(const PrefillParams& p, const Plan& plan, uint32_t number, const Work& work) {
+  if constexpr (kOutput) {
+    const uint32_t slot = uint32_t(plan.heads) * (2 / kGroups);
+    return (number / slot + 1) * slot;
+  } else {
+    const uint32_t turn = number / numbers_a_turn(plan) * numbers_a_turn(plan), heads = uint32_t(plan.heads);
+    // The first segment has no transition, but those behind may.
+    if (work.index >= 0 && work.transition && work.first && !work.last) return (number / heads + 1) * heads;
+    // All segments behind have nothing to do, up to the next sequence that is split.
+    const int behind = work.index + 1;
+    const unsigned split = __ballot_sync(0xffffffffu, is_split(p, int64_t(behind) + threadIdx.x % 32, plan.path.segment));
+    const int64_t next = behind + (split != 0 ? __ffs(int(split)) - 1 : 32);
+    const int64_t slot = next < p.num_seqs ? load_index(p.cu_seqlens, next) / (int64_t(plan.path.segment) * kChunk) + 2 * next : plan.segments;
+    return turn + uint32_t(slot) * heads;
+  }
 }
 
 // The last chunk of a segment from which to its end the transition cannot be told from zero, its norm being below the least
@@ -262,14 +286,24 @@ __device__ __forceinline__ void draft(Common<kGroups>& common, const PrefillPara
     }
     const bool end = next >= count;
     dealt = end || find_unit<kGroups, kOutput>(p, plan, next, unit.work, unit.sequence);
-    if (!kOutput && dealt && !end && !unit.work.first) {
-      wait_for_previous();
-      const int64_t begin = forgotten_before(plan, unit.sequence, unit.work);
-      if (unit.work.transition) {
-        dealt = begin < unit.work.begin;
-        if (lane == 0 && unit.work.v0 == 0) plan.nonzero[unit.work.segment * plan.heads + unit.work.head - plan.first_head] = dealt;
-      } else if (begin > unit.work.begin) {
-        unit.work.begin = begin;
+    if (!dealt && plan.path.segment > 0) {  // nor have the others of this slot anything to do
+      const uint32_t first = first_behind<kGroups, kOutput>(p, plan, next, unit.work);
+      if (lane == 0 && first > gridDim.x) atomicMax(&plan.dealt[kOutput], first - gridDim.x);
+    }
+    if (!kOutput && dealt && !end) {
+      Work& work = unit.work;
+      int64_t begin = work.begin - 1;
+      if (!work.first) {
+        wait_for_previous();
+        begin = forgotten_before(plan, unit.sequence, work);
+      }
+      if (work.transition) {
+        dealt = begin < work.begin;
+        if (lane == 0) plan.nonzero[work.segment * plan.heads + work.head - plan.first_head] = dealt;
+      } else {
+        if (begin > work.begin) work.begin = begin;
+        const bool is_long = 2 * (work.end - work.begin) > plan.path.segment;
+        dealt = is_long == (next / numbers_a_turn(plan) == kLongRows);
       }
     }
     unit.end = end;
@@ -543,6 +577,30 @@ __device__ __forceinline__ States segment_states(const Plan& plan) {
   return {plan.states, 0, 0, kHead, DType::f32, true};
 }
 
+// A warp's 16 rows of a transition, from `row` on, as the scan wants them.
+__device__ __forceinline__ void store_transition(const float (&s)[16][4], float* slot, int row, int lane) {
+  auto* to = reinterpret_cast<uint8_t*>(slot);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float most = 0.f;
+#pragma unroll
+    for (int n = 0; n < 16; n++) most = fmaxf(most, fmaxf(fabsf(s[n][2 * i]), fabsf(s[n][2 * i + 1])));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    // Of which the inverse is a number too.
+    uint32_t exponent = __float_as_uint(most) >> 23;
+    exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+    const float inverse = __uint_as_float((254 - exponent) << 23);
+    const int mine = row + lane / 4 + 8 * i;
+    uint8_t* pieces = to + Transition::piece(mine, lane % 4);
+#pragma unroll
+    for (int n = 0; n < 16; n += 2)
+      *reinterpret_cast<uint2*>(pieces + Transition::piece(0, 2 * n)) = make_uint2(Pair<__half>::pack(s[n][2 * i] * inverse, s[n][2 * i + 1] * inverse),
+                                                                             Pair<__half>::pack(s[n + 1][2 * i] * inverse, s[n + 1][2 * i + 1] * inverse));
+    if (lane % 4 == 0) reinterpret_cast<float*>(to + Transition::factors_at)[mine] = __uint_as_float(exponent << 23);
+  }
+}
+
 // A warp's 16 rows in the stage of a state: what came becomes the state, and what the state was takes its place if it leaves.
 __device__ __forceinline__ void exchange(float (&s)[16][4], uint8_t* rows, int row_bytes, bool comes, bool leaves, int lane) {
   uint8_t* mine = rows + lane / 4 * row_bytes + lane % 4 * 8;
@@ -601,7 +659,8 @@ __device__ __forceinline__ void consume(uint8_t* stages, Common<kGroups>& common
     if (leaves) {
       true_values();
       if (kOutput && !staged) store_states(s, p.final, place(p.final, before, write));
-      if (!kOutput) store_states(s, segment_states(plan), segment_place(before, before.transition));
+      if (!kOutput && before.transition) store_transition(s, plan.segment_state(before.segment, before.head, 1), before.v0 + 16 * unhoisted(warp), lane);
+      if (!kOutput && !before.transition) store_states(s, segment_states(plan), segment_place(before, 0));
     }
     if (end) break;
     const bool transition = !kOutput && work.transition;
@@ -771,7 +830,7 @@ void launch(const PrefillParams& p, const Plan& plan, cudaStream_t stream) {
     if (device < 64) allowed[device] = true;
   }
   const int64_t units = plan.path.segment > 0 ? plan.segments : p.num_seqs;
-  const int64_t all = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : 2);
+  const int64_t all = units * plan.heads * (2 / kGroups) * (kOutput ? 1 : kTurns);
   const int64_t grid = all < multiprocessors() ? all : multiprocessors();
   GDN_LAUNCH_BEHIND((recurrence<T, M, kGroups, kOutput>), unsigned(grid), kThreads<kGroups>, kBytes, stream, p, plan, uint32_t(all));
   check(cudaGetLastError(), kOutput ? "prefill on sm_90a, recurrence" : "prefill on sm_90a, first pass");

@@ -96,6 +96,19 @@ struct Plan {
   }
 };
 
+// A transition, in its segment's state of number 1. Row r of it says what becomes of column r of a state: fp16 below a power of two of its own, which
+// is the largest that does not exceed the row's largest element, so that 11 bits are left of what matters, however much a segment forgets. Of each 16 columns
+// the four that a lane of the accumulators has are a piece of 8 bytes (2 q, 2 q + 1, 2 q + 8, 2 q + 9), and pieces are in the order in which
+// the scan's warps multiply them: 64 rows by 8 pieces a warp, for each two of a lane's four rows of 16 a run of 16 bytes a lane.
+struct Transition {
+  static constexpr int factors_at = kHead * kHead * 2, bytes = factors_at + kHead * 4;  // float32, of rows
+
+  static __host__ __device__ constexpr int piece(int row, int number) {
+    const int warp = row / 64 * 4 + number / 8, lane = number % 8 * 4 + row / 4 % 4;
+    return ((warp * 4 + row / 16 % 4) * 2 + row / 2 % 2) * 512 + lane * 16 + row % 2 * 8;
+  }
+};
+
 // What the path in one kernel (sm90_pairs.cu) gets instead.
 struct PairPlan {
   TensorMap q, k, v, output;  // boxes of 64 columns of a head by 16 tokens; v and output by 64

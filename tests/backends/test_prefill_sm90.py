@@ -281,6 +281,86 @@ def test_prefill_split_where_one_head_forgets_and_another_does_not(backend):
         assert relative(final[0, head], states[0][-1, head]) < tolerances.prefill_state(BF16, F32) / 2, head
 
 
+@pytest.mark.parametrize("alpha", (0.95, 1.0))
+def test_what_a_segment_leaves_of_a_state_is_right_however_little(backend, alpha):
+    """V is zero, so all that there is at the end comes through transitions, of which each leaves 1e-7 of the state with alpha = 0.95; half the columns
+    keys reach only once in 100 tokens, so that little else becomes of them and the rows of a transition differ in size."""
+    backend.forced_path = Way(128, 4, False)
+    torch.manual_seed(7)
+    tokens = 1000
+    q, k, v = torch.randn(tokens, 1, 128), torch.randn(tokens, 1, 128), torch.zeros(tokens, 1, 128)
+    k[torch.arange(tokens) % 100 > 0, :, :64] = 0
+    q, k, beta = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), torch.rand(tokens, 1)
+    inputs = dict(q=q.to(BF16), k=k.to(BF16), v=v.to(BF16), g=torch.full((tokens, 1), alpha), beta=beta)
+    cu, initial = torch.tensor([0, tokens]), torch.randn(1, 1, 128, 128)
+    o, states = reference.prefill(**inputs, cu_seqlens=cu, initial_state=initial)
+    output, final = gdn_multi.chunk_gated_delta_rule(
+        **inputs, cu_seqlens=cu, initial_state=initial, output_final_state=True, backend="cuda"
+    )
+    assert states[0][-1].norm() > 0
+    assert relative(final[0], states[0][-1]) < 2 * tolerances.prefill_state(BF16, F32)
+    for part in (slice(0, 256), slice(256, 512), slice(512, 768), slice(768, tokens)):
+        assert relative(output[part], o[part]) < 2 * tolerances.prefill_output(BF16), part
+
+
+RAGGED = [5, 300, 1, 0, 64, 129, *[0] * 34, 260, 3, *[0, 0, 17] * 3, 270, 9]  # split where longer than 128 tokens, behind any number that are not
+
+
+def test_prefill_splits_few_of_many_sequences(backend, monkeypatch):
+    """CTAs pass over what is not split, but over nothing that is, whoever deals."""
+    torch.manual_seed(8)
+    tokens, seqs = sum(RAGGED), len(RAGGED)
+    q, k, v = torch.randn(tokens, 1, 128), torch.randn(tokens, 1, 128), torch.randn(tokens, 2, 128)
+    q, k, v = (q / q.norm(dim=-1, keepdim=True)).to(BF16), (k / k.norm(dim=-1, keepdim=True)).to(BF16), v.to(BF16)
+    g, beta = torch.rand(tokens, 2), torch.rand(tokens, 2)
+    g[:, 0], g[:, 1] = 0.1 + 0.9 * g[:, 0], 0.99 + 0.01 * g[:, 1]  # one head forgets
+    initial = torch.randn(seqs, 2, 128, 128)
+
+    def call(rows, segment, multiprocessors):
+        monkeypatch.setenv("EMULATED_MULTIPROCESSORS", str(multiprocessors))
+        backend.forced_path = Way(rows, segment, False)
+        output, final = torch.full((tokens, 2, 128), float("nan")).to(BF16), torch.zeros_like(initial)
+        gdn_multi.chunk_gated_delta_rule(
+            q, k, v, g, beta, cu_seqlens=torch.tensor([0, *RAGGED]).cumsum(0), initial_state=initial, output_final_state=True,
+            output=output, output_state=final, backend="cuda",
+        )  # fmt: skip
+        return output, final
+
+    o, states = call(128, 0, 2)
+    for multiprocessors in (1, 3):
+        output, final = call(128, 2, multiprocessors)
+        begin = 0
+        for i, n in enumerate(RAGGED):
+            if n <= 128:  # one segment: the same arithmetic
+                assert torch.equal(output[begin : begin + n], o[begin : begin + n]), i
+                assert torch.equal(final[i], states[i]), i
+            else:
+                assert relative(output[begin : begin + n], o[begin : begin + n]) < tolerances.prefill_output(BF16) / 2, i
+                assert relative(final[i], states[i]) < tolerances.prefill_state(BF16, F32) / 2, i
+            begin += n
+
+
+def test_prefill_of_many_segments(backend):
+    """The scan looks for transitions that are not zero 32 segments at a time: here with runs of either kind, also across such borders."""
+    backend.forced_path = Way(128, 1, False)
+    torch.manual_seed(9)
+    chunks, remembered = 75, [*range(1, 5), 31, 32, 33, 50, *range(60, 71)]
+    tokens = chunks * 64
+    q, k, v = torch.randn(tokens, 1, 128), torch.randn(tokens, 1, 128), torch.randn(tokens, 1, 128)
+    q, k, v = (q / q.norm(dim=-1, keepdim=True)).to(BF16), (k / k.norm(dim=-1, keepdim=True)).to(BF16), v.to(BF16)
+    g, beta = torch.full((chunks, 64, 1), 0.1), torch.rand(tokens, 1)
+    g[remembered] = 0.999
+    g, initial, cu = g.flatten(0, 1), torch.randn(1, 1, 128, 128), torch.tensor([0, tokens])
+    o, states = reference.prefill(q, k, v, g, beta, cu_seqlens=cu, initial_state=initial)
+    output, final = gdn_multi.chunk_gated_delta_rule(
+        q, k, v, g, beta, cu_seqlens=cu, initial_state=initial, output_final_state=True, backend="cuda"
+    )
+    for chunk in range(chunks):
+        rows = slice(chunk * 64, chunk * 64 + 64)
+        assert relative(output[rows], o[rows]) < tolerances.prefill_output(BF16), chunk
+    assert relative(final[0], states[0][-1]) < tolerances.prefill_state(BF16, F32)
+
+
 SHORT = [200, 1, 0, 64, 0, 0, 3, 130, 0]  # a CTA takes many, some of no or one chunk; the first and the last but one may be split
 FIRST, NO_READ, NO_WRITE = 0, 1, 3
 POOLS = {"whole rows": 128, "rows apart": 132, "rows at any element": 129}  # floats from V row to V row; the last cannot be staged

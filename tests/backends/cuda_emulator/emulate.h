@@ -132,6 +132,11 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 // CTAs run one after another, and fibers change only where they wait.
 inline unsigned atomicAdd(unsigned* address, unsigned x) { return *address += x, *address - x; }
+inline unsigned atomicMax(unsigned* address, unsigned x) {
+  const unsigned was = *address;
+  if (x > was) *address = x;
+  return was;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(uint32_t x) {
