@@ -205,7 +205,9 @@ def sm90(backend, sms: int) -> int:
         name, lengths, sizes = f"{tuple(path)}, one state a sequence", [150, 0, 1], (128, 128)
         plain(backend, name, path, lengths, (1, 1, 2), sizes, BF16, **OPTIONS[3])
         plain(backend, f"{tuple(path)}, no states", path, lengths, (1, 1, 1), sizes, BF16, states=False)
-    return number + 4
+    few = [300, 1, 64, 3, *[0] * 40, 700, 5]
+    plain(backend, "few of many sequences split", Path(128, 2, False), few, (1, 1, 4), (128, 128), BF16, **OPTIONS[3])
+    return number + 5
 
 
 def pairs(backend, sms: int) -> int:

@@ -99,7 +99,7 @@ static_assert(shared_bytes<1>() <= 227 << 10 && shared_bytes<2>() <= 227 << 10, 
 __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan& plan, int64_t slot, Work& work, Sequence& sequence) {
   const int64_t tokens = int64_t(plan.path.segment) * kChunk;
   const int index = find_sequence(p, slot, tokens);
-  work.index = index;
+  work.index = index, work.first = work.last = false;
   if (index < 0) return false;
   sequence = get_sequence(p, index);
   const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index));

@@ -217,6 +217,11 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>
   std::vector<std::vector<unsigned char>> memory(together, std::vector<unsigned char>(kAlignment + kOff + shared_bytes + kBehind));
   std::vector<unsigned char*> starts;
   for (auto& x : memory) starts.push_back(x.data() + kOff + (-reinterpret_cast<uintptr_t>(x.data()) & (kAlignment - 1)));
+  // Before a CTA starts: bytes of 0xff, of which numbers are NaN, and here and there one of 0, so that what is read without having been written is not
+  // the same for all lanes.
+  std::vector<unsigned char> nothing(shared_bytes);
+  std::minstd_rand random(1);
+  for (auto& x : nothing) x = random() % 8 ? 0xff : 0;
   body = &thread;
   block_size = block;
   grid_size = grid;
@@ -227,7 +232,7 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>
         std::vector<uint3> blocks;
         for (int i = 0; i < together; i++) {
           blocks.push_back({x + i, y, z});
-          std::memset(starts[i], 0xff, shared_bytes);
+          std::copy(nothing.begin(), nothing.end(), starts[i]);
           std::memset(starts[i] + shared_bytes, 0xa5, kBehind);
         }
         run_blocks(int(block.x), blocks, starts);
