@@ -11,9 +11,11 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200, and then to what the latter gave with the present recurrence. Of its 82 points, up to 200,000 tokens, that do not take one
-launch the choice is within 5% of the best path in 79 where the longest sequence is known, in 70 of 80 where it is not (in two more it
-is a path that was not measured there); 0.4 and 1.5% in the mean. At worst it takes 10% more and 31%. They are the points of the fit.
+on an H200, those of split calls then to what both gave with the present first pass and scan. Of the latter's 82 points, up to 200,000 tokens, that do
+not take one launch the choice is within 5% of the best path in 77 where the longest sequence is known, in 67 of 78 where it is not (in four more it
+is a path that was not measured there); 0.7 and 1.8% in the mean. At worst it takes 12% more and 42%. They are points of the fit. How long a
+split call takes depends on how many heads remember a segment, which is not known here: 2/8 heads and 32768 tokens take 163 us in one draw of gates
+and 196 in another with whole heads in segments of 32 chunks, which is the choice, 187 and 188 with half heads in segments of 64.
 What one launch takes is fitted to one to 32 sequences of 1 to 1024 tokens with 8 to 64 heads, before the last changes of either way.
 """
 
@@ -42,12 +44,12 @@ class Unit(NamedTuple):
 
 
 RECURRENCE = {128: Unit(6.05, 1.767, 0.16), 64: Unit(4.1, 0.942, 0.028)}  #: by V rows
-FIRST_PASS = Unit(5.88, 0.676, 0.27)
+FIRST_PASS = Unit(7.8, 0.70, 0.144)
 #: With gates as models initialise them: the share of heads that remember a whole segment, whose transition is a unit of the first
 #: pass too; and how many chunks of a segment the others' units take.
-REMEMBER, FORGET = 0.46, 23.7
-#: Of a split call: its launches; a segment of the scan.
-SPLIT, SCAN = 10.7, 2.12
+REMEMBER, FORGET = 0.515, 21.6
+#: Of a split call: its launches; a segment of the scan; a head of a sequence, split or not, on a multiprocessor.
+SPLIT, SCAN, SPLIT_EACH = 7.7, 1.28, 4.36
 #: All in one launch: tokens of the longest sequence that may take it; the launch. By V rows, for each CTA that a multiprocessor takes,
 #: one after the other: up to 16 tokens, and what 64 take more.
 ONE_LAUNCH, LAUNCH = 64, 3.2
@@ -60,7 +62,7 @@ PAIRS, PAIRS_BUSY, PAIRS_NORM = (10.7, 1.85), (2.2, 0.2), (0.3, 0.58)
 #: What they add to the other launch, and to the paths of several.
 FUSED_NORM, NORM = 0.9, 2.0
 #: A split path must be estimated faster by this factor.
-DOUBT = 1.015
+DOUBT = 1.004
 #: Where lengths are not known, how much the guess counts that one sequence has nearly all tokens: at least, and divided by their number.
 ONE_IS_LONG = (0.06, 0.87)
 SEGMENTS = (8, 16, 32, 64, 128)
@@ -186,7 +188,8 @@ def _time(kinds: list[tuple[int, int]], heads: int, multiprocessors: int, rows: 
             units = count * (segments - 1) * heads
             first += [(units * 2 * REMEMBER, segment), (units * (1 - REMEMBER), min(segment, FORGET))]
         most = max(most, segments)
-    time += SPLIT + _fullest(first, FIRST_PASS, multiprocessors) + most * SCAN
+    time += SPLIT + sum(count for count, _ in kinds) * heads * SPLIT_EACH / multiprocessors
+    time += _fullest(first, FIRST_PASS, multiprocessors) + most * SCAN
     return time + _fullest(second, RECURRENCE[rows], multiprocessors)
 
 
