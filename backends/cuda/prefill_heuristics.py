@@ -11,11 +11,13 @@ takes longer when all of them want memory. Lengths are not known here, only thei
 longest: see `_kinds`.
 
 The constants are fitted to `python benchmarks/check_sm90.py --release --only times --full` and `python benchmarks/sweeps.py --heuristics`
-on an H200, those of split calls then to what both gave with the present first pass and scan. Of the latter's 82 points, up to 200,000 tokens, that do
-not take one launch the choice is within 5% of the best path in 77 where the longest sequence is known, in 67 of 78 where it is not (in four more it
-is a path that was not measured there); 0.7 and 1.8% in the mean. At worst it takes 12% more and 42%. They are points of the fit. How long a
-split call takes depends on how many heads remember a segment, which is not known here: 2/8 heads and 32768 tokens take 163 us in one draw of gates
-and 196 in another with whole heads in segments of 32 chunks, which is the choice, 187 and 188 with half heads in segments of 64.
+on an H200, those of split calls then to what both gave with the present first pass and scan. Of the latter's 82 points, up to 200,000
+tokens, that do not take one launch the choice is within 5% of the best path in 77 where the longest sequence is known, in 67 of 78 where
+it is not (in four more it is a path that was not measured there); 0.7 and 1.8% in the mean. At worst it takes 12% more and 42%. They are
+points of the fit. How long a split call takes depends on how many heads remember a segment, which is not known here: 2/8 heads and 32768
+tokens take 163 us in one draw of gates and 196 in another with whole heads in segments of 32 chunks, which is the choice, 187 and 188
+with half heads in segments of 64.
+
 What one launch takes is fitted to one to 32 sequences of 1 to 1024 tokens with 8 to 64 heads, before the last changes of either way.
 """
 

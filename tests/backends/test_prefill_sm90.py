@@ -283,8 +283,8 @@ def test_prefill_split_where_one_head_forgets_and_another_does_not(backend):
 
 @pytest.mark.parametrize("alpha", (0.95, 1.0))
 def test_what_a_segment_leaves_of_a_state_is_right_however_little(backend, alpha):
-    """V is zero, so all that there is at the end comes through transitions, of which each leaves 1e-7 of the state with alpha = 0.95; half the columns
-    keys reach only once in 100 tokens, so that little else becomes of them and the rows of a transition differ in size."""
+    """V is zero, so all that there is at the end comes through transitions, of which each leaves 1e-7 of the state with alpha = 0.95;
+    half the columns keys reach only once in 100 tokens, so that little else becomes of them and the rows of a transition differ in size."""
     backend.forced_path = Way(128, 4, False)
     torch.manual_seed(7)
     tokens = 1000
@@ -303,7 +303,8 @@ def test_what_a_segment_leaves_of_a_state_is_right_however_little(backend, alpha
         assert relative(output[part], o[part]) < 2 * tolerances.prefill_output(BF16), part
 
 
-RAGGED = [5, 300, 1, 0, 64, 129, *[0] * 34, 260, 3, *[0, 0, 17] * 3, 270, 9]  # split where longer than 128 tokens, behind any number that are not
+# Split where longer than 128 tokens, behind any number that are not.
+RAGGED = [5, 300, 1, 0, 64, 129, *[0] * 34, 260, 3, *[0, 0, 17] * 3, 270, 9]
 
 
 def test_prefill_splits_few_of_many_sequences(backend, monkeypatch):
