@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -259,7 +259,16 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 # --- building ------------------------------------------------------------------------------------
 
 
-def _ninja_file(toolchain: Toolchain, arch: str, csrc: Path) -> str:
+#: Objects of host code, by what they were made of and with: the same for every architecture that this process builds.
+_host_objects: dict[tuple[str, Toolchain], dict[str, bytes]] = {}
+
+
+def _object(name: str) -> str:
+    return name.replace("/", "_")[: -len(".cu")] + ".o"
+
+
+def _ninja_file(toolchain: Toolchain, arch: str, csrc: Path, made: Collection[str] = ()) -> str:
+    """``made``: objects that are there already."""
     import tvm_ffi
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
@@ -290,18 +299,23 @@ def _ninja_file(toolchain: Toolchain, arch: str, csrc: Path) -> str:
         if source.suffix != ".cu":
             continue
         name = source.relative_to(csrc).as_posix()
-        made = name.replace("/", "_")[: -len(".cu")] + ".o"
+        objects.append(_object(name))
+        if objects[-1] in made:
+            continue
         rule = "host" if name in _HOST_ONLY else "device"
         path = str(source).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-        lines += [f"build {made}: {rule} {path}", f"  name = {name}"]
-        objects.append(made)
+        lines += [f"build {objects[-1]}: {rule} {path}", f"  name = {name}"]
     lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
     return "\n".join(lines)
 
 
 def _compile(toolchain: Toolchain, arch: str, folder: Path, say: Callable[[str], None]) -> str:
     """Run ninja in ``folder``; what the compilers said."""
-    (folder / "build.ninja").write_text(_ninja_file(toolchain, arch, csrc_dir()))
+    key = _source_hash(csrc_dir()), toolchain
+    made = _host_objects.get(key, {})
+    for name, data in made.items():
+        (folder / name).write_bytes(data)
+    (folder / "build.ninja").write_text(_ninja_file(toolchain, arch, csrc_dir(), made))
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     process = subprocess.Popen(
         [_find_ninja(), "-C", str(folder)],
@@ -322,6 +336,7 @@ def _compile(toolchain: Toolchain, arch: str, folder: Path, say: Callable[[str],
     if code:
         lines = [line for line in text.splitlines() if "ptxas info" not in line]
         raise BuildError(f"building csrc for {arch} with nvcc {toolchain.version_text} failed:\n" + "\n".join(lines[-40:]))
+    _host_objects[key] = {name: (folder / name).read_bytes() for name in map(_object, _HOST_ONLY) if (folder / name).is_file()}
     return text
 
 

@@ -89,6 +89,25 @@ def test_key(tiny, root):
     assert build.built("sm_80", root) == second  # of any compiler
 
 
+def test_host_code_is_compiled_once_for_all_architectures(tiny, root):
+    compiler()
+    build._host_objects.clear()
+    said = []
+
+    def compiled(arch):
+        said.clear()
+        assert answer(build.build(arch, root, say=said.append)) == number
+        return {name for name in ("kernel.cu", "bindings.cu") if any(name in line for line in said)}
+
+    number = 42
+    assert compiled("sm_80") == {"kernel.cu", "bindings.cu"}
+    assert compiled("sm_86") == {"kernel.cu"}
+    number = 43
+    (tiny / "bindings.cu").write_text((tiny / "bindings.cu").read_text().replace("42", "43"))
+    build._source_hash.cache_clear()
+    assert compiled("sm_86") == {"kernel.cu", "bindings.cu"}
+
+
 @pytest.mark.parametrize("damage", ("truncated", "changed", "no record", "record cut short", "no library"))
 def test_damaged_entry_is_built_again(tiny, root, damage):
     compiler()
