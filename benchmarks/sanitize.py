@@ -28,6 +28,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "4")  # of the reference, which otherwise spends its time on threads that wait
 
 import check_cuda  # noqa: E402
 import torch  # noqa: E402

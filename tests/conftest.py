@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported: tensors are small here, so threads would spend their time on waiting for each other, of many processors most of it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import cases, doors, tolerances by name
 
 from doors import Door, Sizes, conformance_device, reasons_unusable, wanted_backends  # noqa: E402
