@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: tensors are small here, so threads would spend their time on waiting for each other, of many processors most of it.
+# Before torch is imported: tensors are small here, so that threads, the more of them there are, spend their time on waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import cases, doors, tolerances by name
 
