@@ -86,8 +86,7 @@ def flag(name: str) -> bool:
 
 def check_switches() -> None:
     """ValueError when a switch has a value that is neither on nor off, whether the call at hand looks at it or not."""
-    values = deciding()
-    if values[3] is not None or values[4] is not None or values[6] is not None:
+    if deciding() is not _NONE_SET:
         for name in (CHECK, BATCH_INVARIANT, PRECISE):
             flag(name)
 

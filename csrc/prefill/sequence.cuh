@@ -13,7 +13,8 @@ struct Sequence {
   int lead;               // rows of padding before the first token
   int64_t chunks;
 
-  __device__ __forceinline__ int64_t slot(int index) const { return begin / kChunk + 2 * int64_t(index); }
+  // Its first slot, of so many tokens each.
+  __device__ __forceinline__ int64_t slot(int index, int64_t tokens = kChunk) const { return begin / tokens + 2 * int64_t(index); }
   // Token of row 0 of chunk c; the rows of the chunk that are tokens are those from `from` to `to`.
   __device__ __forceinline__ int64_t first_token(int64_t c) const { return begin - lead + c * kChunk; }
   __device__ __forceinline__ int from(int64_t c) const { return c == 0 ? lead : 0; }

@@ -102,7 +102,7 @@ __device__ __forceinline__ bool find_segment(const PrefillParams& p, const Plan&
   work.index = index, work.first = work.last = false;
   if (index < 0) return false;
   sequence = get_sequence(p, index);
-  const int64_t number = slot - (sequence.begin / tokens + 2 * int64_t(index));
+  const int64_t number = slot - sequence.slot(index, tokens);
   const int64_t count = (sequence.chunks + plan.path.segment - 1) / plan.path.segment;
   work.segment = slot;
   if (number >= (sequence.chunks > 0 ? count : 1)) return false;
@@ -237,7 +237,7 @@ __device__ __forceinline__ uint32_t first_behind(const PrefillParams& p, const P
     const int behind = work.index + 1;
     const unsigned split = __ballot_sync(0xffffffffu, is_split(p, int64_t(behind) + threadIdx.x % 32, plan.path.segment));
     const int64_t next = behind + (split != 0 ? __ffs(int(split)) - 1 : 32);
-    const int64_t slot = next < p.num_seqs ? load_index(p.cu_seqlens, next) / (int64_t(plan.path.segment) * kChunk) + 2 * next : plan.segments;
+    const int64_t slot = next < p.num_seqs ? get_sequence(p, int(next)).slot(int(next), int64_t(plan.path.segment) * kChunk) : plan.segments;
     return turn + uint32_t(slot) * heads;
   }
 }

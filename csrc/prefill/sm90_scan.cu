@@ -49,7 +49,7 @@ __device__ __forceinline__ void scan_rows(uint8_t* shared, Ring& ring, const Pre
   const int row0 = int(unit % kParts) * kRows, h = plan.first_head + int(unit / kParts % plan.heads), index = int(unit / kParts / plan.heads);
   const Sequence sequence = get_sequence(p, index);
   auto* const full = reinterpret_cast<uint64_t*>(shared + kBarriersAt);
-  const int64_t first = sequence.begin / (int64_t(plan.path.segment) * kChunk) + 2 * int64_t(index);
+  const int64_t first = sequence.slot(index, int64_t(plan.path.segment) * kChunk);
   const int count = int((sequence.chunks + plan.path.segment - 1) / plan.path.segment);
   const int64_t step = int64_t(plan.heads) * (2 * kHead * kHead);  // from segment to segment
 
